@@ -32,10 +32,10 @@ from hf_qknorm.version import __version__
 
 # Names by module, which is imported when one of them is first used: transformers' model code takes a second to load.
 _LATE = {
-    "convert.calibrate": ("calibrate",),
+    "calibration.calibrate": ("calibrate",),
     "convert.checkpoint": ("convert_checkpoint", "plan_conversion"),
-    "convert.inspect": ("inspect_model",),
-    "convert.inspection": ("Inspection",),
+    "inspection.inspect": ("inspect_model",),
+    "inspection.report": ("Inspection",),
     "convert.plan": ("Plan",),
     "export.native": ("NativeExport", "export_native"),
     "hub.push": ("push_to_hub",),
@@ -43,7 +43,7 @@ _LATE = {
     "model.knees": ("set_knee",),
     "patch": ("patch_model", "unpatch_model"),
     "standalone.generate": ("add_standalone",),
-    "stats.logit_statistics": ("LogitStatistics", "logit_statistics"),
+    "measure.logit_statistics": ("LogitStatistics", "logit_statistics"),
     "reports.report": ("Calibration",),
     "training.blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
     "training.clip": ("QKClip",),
@@ -54,19 +54,19 @@ _LATE = {
     "training.removal": ("remove_norms", "start_removal"),
 }
 if TYPE_CHECKING:
-    from hf_qknorm.convert.calibrate import calibrate
+    from hf_qknorm.calibration.calibrate import calibrate
     from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
-    from hf_qknorm.convert.inspect import inspect_model
-    from hf_qknorm.convert.inspection import Inspection
     from hf_qknorm.convert.plan import Plan
     from hf_qknorm.export.native import NativeExport, export_native
     from hf_qknorm.hub.push import push_to_hub
+    from hf_qknorm.inspection.inspect import inspect_model
+    from hf_qknorm.inspection.report import Inspection
+    from hf_qknorm.measure.logit_statistics import LogitStatistics, logit_statistics
     from hf_qknorm.model.adapters import peft_modules_to_save
     from hf_qknorm.model.knees import set_knee
     from hf_qknorm.patch import patch_model, unpatch_model
     from hf_qknorm.reports.report import Calibration
     from hf_qknorm.standalone.generate import add_standalone
-    from hf_qknorm.stats.logit_statistics import LogitStatistics, logit_statistics
     from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
     from hf_qknorm.training.clip import QKClip
     from hf_qknorm.training.knee import KneeSchedule

@@ -12,12 +12,12 @@ from typing import Any, Final
 from hf_qknorm.checkpoint.destinations import check_apart, check_files
 from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.measured_export import export_measured
-from hf_qknorm.convert.text import check_text
 from hf_qknorm.export.native import export_native
 from hf_qknorm.families import table
 from hf_qknorm.files.names import CARD, REPORT
 from hf_qknorm.files.paths import check_writable, user_path
 from hf_qknorm.hub.push import check_push, check_target, push_to_hub
+from hf_qknorm.measure.text import check_text
 from hf_qknorm.scheme import SCHEMES, field_values
 
 
@@ -97,8 +97,8 @@ def _export(options: Namespace) -> None:
 
 
 def _inspect(options: Namespace) -> None:
-    from hf_qknorm.convert.inspect import inspect_checkpoint
-    from hf_qknorm.convert.inspection_plots import heat_map, knee_curve  # imports matplotlib
+    from hf_qknorm.inspection.inspect import inspect_checkpoint
+    from hf_qknorm.inspection.plots import heat_map, knee_curve  # imports matplotlib
 
     out = user_path(options.out, "--out")
     names = ("inspect.json", "heatmap.png", "knees.png")

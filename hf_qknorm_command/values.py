@@ -48,7 +48,7 @@ def parse_preset(text: str) -> str:
 
 
 def parse_method(text: str) -> str:
-    from hf_qknorm.convert.calibrate import check_method
+    from hf_qknorm.calibration.calibrate import check_method
 
     try:
         check_method(text)
@@ -58,7 +58,7 @@ def parse_method(text: str) -> str:
 
 
 def parse_memory(text: str) -> int:
-    from hf_qknorm.convert.memory import parse_size
+    from hf_qknorm.checkpoint.memory import parse_size
 
     try:
         return parse_size(text)

@@ -53,7 +53,7 @@ from continued_run import AFTER, FAULTS, SIZES, Sources, corpus, prepare, run_on
 from run_log import Row, Runs, provenance
 from transformers import HfArgumentParser
 
-from hf_qknorm.convert.knees import SHARPNESS
+from hf_qknorm.calibration.knees import SHARPNESS
 from hf_qknorm.files.atomic_io import replace_text
 
 TUNING_SEED = 99

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from text_trainer import BaseOptions, add_loss, make_trainer, parse, print_once, results_table, start, train_and_save
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
-from hf_qknorm.convert.calibrate import METHODS
+from hf_qknorm.calibration.calibrate import METHODS
 
 
 @dataclass

@@ -18,9 +18,9 @@ from transformers import (
 )
 
 from hf_qknorm import LogitMonitor
-from hf_qknorm.convert.calibrate import METHODS
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
+from hf_qknorm.calibration.calibrate import METHODS
 from hf_qknorm.demo.training import byte_tokenizer, small_llama, train
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 
 HELD_OUT = 0.1  # the share of the text at its end
 HELD_OUT_ROWS = 48  # held-out rows to evaluate on

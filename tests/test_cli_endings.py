@@ -85,7 +85,7 @@ def test_an_interrupted_command_names_the_files_that_it_wrote(places, capsys, mo
     monkeypatch.setattr(logit_plots, "draw_log", stopping())
     monkeypatch.setattr("hf_qknorm.training.logit_log.read_log", lambda path: [path])
     assert stopped(["monitor", "log"], capsys) == (130, "stopped by SIGINT: nothing was written\n")
-    monkeypatch.setattr("hf_qknorm.convert.inspection_plots.heat_map", stopping())
+    monkeypatch.setattr("hf_qknorm.inspection.plots.heat_map", stopping())
     status, error = stopped(["inspect", "source", "--texts", "text.txt", "--tokens", "256"], capsys)
     assert (status, error) == (130, "stopped by SIGINT: written whole: qknorm-inspect/inspect.json\n")
     monkeypatch.setattr(commands, "export_native", stopping())

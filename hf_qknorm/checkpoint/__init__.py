@@ -1,1 +1,1 @@
-"""Checkpoints on the disk: opened, checked (see README.md), rewritten by shard, and written to safe destinations."""
+"""Checkpoints on the disk: opened, checked (see README.md), loaded, rewritten by shard, and written to safe places."""

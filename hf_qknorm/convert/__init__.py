@@ -1,1 +1,1 @@
-"""Conversion of trained models and checkpoints to a scheme, with a calibration that keeps their predictions."""
+"""Conversion of checkpoints to a scheme, and measurements of converted ones."""

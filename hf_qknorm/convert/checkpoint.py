@@ -16,13 +16,14 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_qknorm.calibration.calibrate import MAX_TOKENS, Knee, calibrate
 from hf_qknorm.checkpoint.config import check_readable
 from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
+from hf_qknorm.checkpoint.memory import SEQUENCES, memory_left, place_weights
+from hf_qknorm.checkpoint.pretrained import load_tokenizer
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.checkpoint.source import Source, open_source
-from hf_qknorm.convert.calibrate import MAX_TOKENS, Knee, calibrate
-from hf_qknorm.convert.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.convert.plan import (
     Options,
     Plan,
@@ -31,8 +32,6 @@ from hf_qknorm.convert.plan import (
     make_plan,
     new_tensors,
 )
-from hf_qknorm.convert.pretrained import load_tokenizer
-from hf_qknorm.convert.text import as_batches, check_batches, check_text, longest_sequence, regrouped, sequence_length
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder
@@ -40,6 +39,7 @@ from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, REPORT
 from hf_qknorm.files.paths import check_space, user_path
 from hf_qknorm.hub.card import write_card
+from hf_qknorm.measure.text import as_batches, check_batches, check_text, longest_sequence, regrouped, sequence_length
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.record import own_tensors, sample_all
 from hf_qknorm.patch import patch_model

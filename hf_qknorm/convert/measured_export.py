@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.convert.measured_checkpoint import loaded_with_text
-from hf_qknorm.convert.text import batches_for, check_text, sequence_length
 from hf_qknorm.export.native import NativeExport, export_native
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.stats.measure import loss_of
+from hf_qknorm.measure.measured_checkpoint import loaded_with_text
+from hf_qknorm.measure.predictions import loss_of
+from hf_qknorm.measure.text import batches_for, check_text, sequence_length
 
 
 class MeasuredExport(NamedTuple):

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
+from hf_qknorm.calibration.calibrate import Knee, resolve_method
 from hf_qknorm.checkpoint.complete import check_complete
+from hf_qknorm.checkpoint.memory import parse_size
 from hf_qknorm.checkpoint.safetensors_files import NewTensor, StoredTensor, Weights
 from hf_qknorm.checkpoint.source import Source
-from hf_qknorm.convert.calibrate import Knee, resolve_method
-from hf_qknorm.convert.memory import parse_size
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import CARD, CODE_FILE, CONFIG, INDEX, KEPT_CARD, REPORT
 from hf_qknorm.hub.metadata import is_generated_card

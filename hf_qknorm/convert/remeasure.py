@@ -9,8 +9,14 @@ from typing import Any
 from torch import nn
 
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.convert.measured_checkpoint import loaded_with_text
-from hf_qknorm.convert.text import (
+from hf_qknorm.files.hub_names import hub_name
+from hf_qknorm.files.names import REPORT
+from hf_qknorm.hub.card import has_tokenizer
+from hf_qknorm.measure.distributed import gather_batches, ranks_of, unwrap
+from hf_qknorm.measure.logit_statistics import CAP
+from hf_qknorm.measure.measured_checkpoint import loaded_with_text
+from hf_qknorm.measure.predictions import evaluate, layer_reports, require_causal
+from hf_qknorm.measure.text import (
     batches_for,
     check_batches,
     check_text,
@@ -18,16 +24,10 @@ from hf_qknorm.convert.text import (
     longest_sequence,
     sequence_length,
 )
-from hf_qknorm.files.hub_names import hub_name
-from hf_qknorm.files.names import REPORT
-from hf_qknorm.hub.card import has_tokenizer
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
 from hf_qknorm.reports.report import MEASURED, Calibration
-from hf_qknorm.stats.distributed import gather_batches, ranks_of, unwrap
-from hf_qknorm.stats.logit_statistics import CAP
-from hf_qknorm.stats.measure import evaluate, layer_reports, require_causal
 
 
 def remeasure(

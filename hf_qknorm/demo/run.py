@@ -21,11 +21,10 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_qknorm.calibration.calibrate import calibrate
 from hf_qknorm.checkpoint.destinations import check_folder
+from hf_qknorm.checkpoint.pretrained import load_causal, load_tokenizer
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.convert.calibrate import calibrate
-from hf_qknorm.convert.pretrained import load_causal, load_tokenizer
-from hf_qknorm.convert.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
 from hf_qknorm.demo.progress import Progress, evaluation_work, format_seconds, progress_bar, seconds_per_token, threads
 from hf_qknorm.demo.results import RUN_HEADER, Measured, Run, conversion_table, summary
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, mean_loss, one_thread, small_llama, train
@@ -34,13 +33,14 @@ from hf_qknorm.files.atomic_io import is_leftover, new_folder
 from hf_qknorm.files.names import unknown_files
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import write_card
+from hf_qknorm.measure.logit_statistics import logit_statistics
+from hf_qknorm.measure.predictions import require_causal
+from hf_qknorm.measure.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
 from hf_qknorm.reports.records import to_json
 from hf_qknorm.reports.report import Calibration, save_json
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats.logit_statistics import logit_statistics
-from hf_qknorm.stats.measure import require_causal
 from hf_qknorm.training.logit_log import nan_as_inf
 
 HELD_OUT = 0.1  # the last tenth of the text

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from hf_qknorm.demo.results import Measured, Run
 from hf_qknorm.files.formatting import format_fixed
-from hf_qknorm.stats import plotting
+from hf_qknorm.measure import plotting
 
 STEPS = "steps of continued training"
 VALUES = {"loss": ("held-out loss", 3), "max_logit": ("largest |logit|, before any cap", 0)}  # with digits

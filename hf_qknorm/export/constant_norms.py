@@ -13,12 +13,12 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.export.tensor_plan import TensorPlan
+from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers, require_patched
 from hf_qknorm.model.knees import NO_NORM, set_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats.head_weights import HeadWeights, attention_head_weights
 
 STORED: Final = ("weight", "bias", "eps")  # of a norm, in the weights
 SIDES: Final = {"q": "q_norm", "k": "k_norm"}

@@ -13,9 +13,9 @@ from matplotlib.ticker import StrMethodFormatter
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.metadata import predictions_of
+from hf_qknorm.measure import plotting
 from hf_qknorm.reports.records import LayerStatistics
 from hf_qknorm.reports.report import Calibration
-from hf_qknorm.stats import plotting
 
 COLOUR = plotting.COLOURS | {"this model": plotting.COLOURS["calibrated"]}
 SHIFT = {"unpatched": -0.13, "this model": 0.13}  # of a layer's two rows of dots

@@ -235,7 +235,7 @@ def _check_whole(model: Any) -> None:
 
 def _calibrate(cfg: Any, model: Any) -> None:
     """Calibrate a patched model, and write it beside the adapter that will be trained on it."""
-    from hf_qknorm.convert.pretrained import load_tokenizer
+    from hf_qknorm.checkpoint.pretrained import load_tokenizer
     from hf_qknorm.model.in_memory import unmark
 
     tokenizer = load_tokenizer(cfg.tokenizer_config)

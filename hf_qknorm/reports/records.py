@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import check_count, check_keys, check_number
-from hf_qknorm.reports.tables import Table
+from hf_qknorm.reports.tables import Table, mean
 
 FORMAT = 1  # of reports and logs
+COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
 HEADS, LAYERS = 10_000, 10_000  # limits, far beyond those of any model
 NAME = re.compile(r"[\w.]{1,200}", re.ASCII)  # a layer's path, or a method
 
@@ -50,12 +51,12 @@ class Prediction:
 
 
 class Record:
-    """The JSON form of a dataclass: its fields by name, without those that are None by default."""
+    """The JSON form of a dataclass: its fields by name, without those that have their default."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""
         defaults = vars(type(self))  # of the fields that have one
-        return to_json({name: x for name, x in vars(self).items() if x is not None or name not in defaults})
+        return to_json({name: x for name, x in vars(self).items() if name not in defaults or x != defaults[name]})
 
     @classmethod
     def from_dict(cls, data: Any, where: str = "record") -> Self:
@@ -65,29 +66,55 @@ class Record:
 
 @dataclass(frozen=True)
 class LayerStatistics(Record):
-    """A layer's `LogitStatistics` as plain numbers, one per head; `rms_k` and `beyond_k` have one per key head.
+    """A layer's numbers, as in reports, inspections and logs: `LogitStatistics` of one per head, and more.
 
-    `rms_q` and `rms_k` are None where they can't be measured, as in a layer that attends to the keys of another.
-    `beyond_q` and `beyond_k` are the shares of queries and keys beyond the knee of their norm; None without a knee.
+    `rms_k`, `rms_v` and `beyond_k` have one number per key head; `even`, `rms_out`, `rms_mlp` and those from `cap` on,
+    except gradients, one in all. What could not be measured, or is not recorded there, has its default: keys in a layer
+    that attends to those of another; `beyond_q` and `beyond_k` without a knee.
+
+    Of logs: `cap`, and `grad_q` and `grad_k`, the norms of the gradients of the weights, one per head or one for the
+    projection. Of logs and inspections: `gain_q` and `gain_k`, the largest |gain| of the norms of queries and keys, the
+    scheme's or the model's own, and `bound`, the largest |logit| that these norms let any input have.
     """
 
     max_logit: Numbers
     entropy: Numbers
-    over_half: Numbers
-    over_cap: Numbers
-    rms_q: Numbers | None
-    rms_k: Numbers | None
+    over_half: Numbers = ()
+    over_cap: Numbers = ()
+    rms_q: Numbers | None = None
+    rms_k: Numbers | None = None
     beyond_q: Numbers | None = None
     beyond_k: Numbers | None = None
+    rms_v: Numbers | None = None
+    rms_out: float | None = None
+    rms_mlp: float | None = None
+    even: float = 0.0
+    cap: float = 0.0
+    gain_q: float | None = None
+    gain_k: float | None = None
+    bound: float | None = None
+    grad_q: Numbers | None = None
+    grad_k: Numbers | None = None
+
+    @property
+    def rms_qkv(self) -> float:
+        """The root mean square of queries, keys (unless they are another layer's) and values together."""
+        parts = (self.rms_q, self.rms_k, self.rms_v)
+        return math.sqrt(mean([x * x for numbers in parts for x in numbers or ()]))
+
+    def collapsed(self, cap: float, share: float = COLLAPSED) -> tuple[int, ...]:
+        """The heads with |logit| over half the cap and an entropy under this share of that of even attention."""
+        # low entropy with small logits is normal: heads that attend to the previous token have it from the start
+        heads = zip(self.entropy, self.max_logit, strict=True)
+        return tuple(i for i, (nats, logit) in enumerate(heads) if nats < share * self.even and logit > cap / 2)
 
 
 @dataclass(frozen=True)
 class LayerReport(Record):
     """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
 
-    `before` is None where the patched model alone was measured. A gain is None where the norm has none. `bound` is the
-    largest |logit|, before any cap, that any input can give the patched layer (`stats.bounds.logit_bound`); None where
-    the scheme does not norm both queries and keys.
+    `before` is None where the patched model alone was measured. A gain is None where the norm has none. `bound` is that
+    of the patched layer, before any cap; None where the scheme does not norm both queries and keys.
     """
 
     before: LayerStatistics | None
@@ -95,6 +122,13 @@ class LayerReport(Record):
     gain_q: Numbers | None
     gain_k: Numbers | None
     bound: float | None = None
+
+
+def largest_bound(bounds: Iterable[float | None]) -> float | None:
+    """The largest of the layers' bounds; None if a layer has none."""
+    found = list(bounds)
+    known = [bound for bound in found if bound is not None]
+    return max(known) if known and len(known) == len(found) else None
 
 
 def predictions_table(predictions: Mapping[str, Prediction | None]) -> Table:

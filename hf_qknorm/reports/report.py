@@ -99,8 +99,7 @@ class Calibration:
     @property
     def bound(self) -> float | None:
         """The largest bound on the logits of a layer, before any cap; None if a layer has none."""
-        bounds = [layer.bound for layer in self.layers.values() if layer.bound is not None]
-        return max(bounds) if bounds and len(bounds) == len(self.layers) else None
+        return records.largest_bound(layer.bound for layer in self.layers.values())
 
     @property
     def kept(self) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -90,5 +91,5 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean of the numbers; infinite or NaN where they are, unlike `statistics.fmean`."""
-    return sum(values) / len(values)
+    """The mean of the numbers; infinite or NaN where they are, unlike `statistics.fmean`, and NaN without any."""
+    return sum(values) / len(values) if values else math.nan

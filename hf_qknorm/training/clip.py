@@ -23,13 +23,13 @@ from transformers import TrainerCallback
 
 from hf_qknorm.backends.calls import Structure
 from hf_qknorm.files.untrusted import check_positive
+from hf_qknorm.measure.distributed import world_size
+from hf_qknorm.measure.head_weights import attention_head_weights, normed_sides, parameter_factors
+from hf_qknorm.measure.logit_statistics import PassFilter
+from hf_qknorm.measure.logits import visible_keys
 from hf_qknorm.model.attention import QKNormAttention, require_patched
 from hf_qknorm.ops.tiled_blocks import Problem
 from hf_qknorm.ops.types import Heads, Options, Visible
-from hf_qknorm.stats.distributed import world_size
-from hf_qknorm.stats.head_weights import attention_head_weights, normed_sides, parameter_factors
-from hf_qknorm.stats.logit_statistics import PassFilter
-from hf_qknorm.stats.logits import visible_keys
 
 
 class QKClip(TrainerCallback):

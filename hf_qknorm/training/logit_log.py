@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import is_shallow
-from hf_qknorm.reports.records import FORMAT, Numbers, Record, read_fields, read_layers
+from hf_qknorm.reports.records import FORMAT, LayerStatistics, read_fields, read_layers, to_json
 from hf_qknorm.reports.tables import mean
 
 DIGITS = 5  # significant digits of the numbers in the file
@@ -24,57 +22,11 @@ NUMBERS = 50_000_000  # in all samples: a float takes more bytes in memory than 
 
 
 @dataclass(frozen=True)
-class LayerSample(Record):
-    """A layer's attention at a step, one number per head; the fields are those of `LogitStatistics`.
-
-    `rms_k` is None in a layer that attends to the keys of another. `grad_q` and `grad_k` are norms of gradients: one
-    number per head, or one for the projection, or None without a gradient. `gain_q` and `gain_k` are the largest |gain|
-    of the norms of queries and keys, `bound` the largest |logit| that these norms let any input have; None without
-    norms. The norms are the scheme's or the model's own. `rms_out` and `rms_mlp` are None in logs of 0.1.0, and where
-    no such output was seen.
-    """
-
-    cap: float
-    even: float
-    max_logit: Numbers
-    entropy: Numbers
-    over_cap: Numbers
-    rms_q: Numbers
-    rms_k: Numbers | None
-    rms_v: Numbers
-    grad_q: Numbers | None
-    grad_k: Numbers | None
-    gain_q: float | None = None
-    gain_k: float | None = None
-    bound: float | None = None
-    rms_out: float | None = None
-    rms_mlp: float | None = None
-
-    @property
-    def rms_qkv(self) -> float:
-        """The root mean square of queries, keys (unless they are another layer's) and values together."""
-        return math.sqrt(mean([x * x for x in (*self.rms_q, *(self.rms_k or ()), *self.rms_v)]))
-
-    @classmethod
-    def from_dict(cls, data: Any, where: str = "layer") -> LayerSample:
-        """The layer in a line of the file. Raises ValueError, naming the key, for anything else."""
-        layer = super().from_dict(data, where)
-        if not 1e-6 <= layer.cap <= 1e6 or not 0 <= layer.even <= 100:
-            raise ValueError(
-                f"{where} has cap {layer.cap:g}, expected 1e-6 to 1e6, and even {layer.even:g}, expected 0 to 100 nats"
-            )
-        lengths = {len(values) for values in (layer.max_logit, layer.entropy, layer.over_cap)}
-        if len(lengths) > 1:
-            raise ValueError(f"{where} has max_logit, entropy and over_cap of different lengths: {sorted(lengths)}")
-        return layer
-
-
-@dataclass(frozen=True)
 class LogitSample:
     """All layers at a step, by name. `step` is the number under which the Trainer logs the loss."""
 
     step: int
-    layers: dict[str, LayerSample]
+    layers: dict[str, LayerStatistics]
 
     def worst(self) -> tuple[str, int, float]:
         """The layer, the head and the value of the largest |logit|; NaN counts as the largest."""
@@ -116,7 +68,7 @@ class LogitSample:
 
     def line(self) -> str:
         """The sample as a line of JSON, with five significant digits."""
-        text = json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+        text = json.dumps({"format": FORMAT, **to_json(vars(self))})
         rounded = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.{DIGITS}g}"))
         return json.dumps(rounded, separators=(",", ":")) + "\n"
 
@@ -129,9 +81,10 @@ class LogitSample:
             raise ValueError(f"no JSON ({error})") from None
         if not is_shallow(data):
             raise ValueError("nested too deeply")
-        sample = cls(
-            **read_fields(data, cls, "sample", versioned=True, layers=partial(read_layers, record=LayerSample))
-        )
+        layers = partial(read_layers, record=LayerStatistics)
+        sample = cls(**read_fields(data, cls, "sample", versioned=True, layers=layers))
+        for name, layer in sample.layers.items():
+            _check_layer(layer, f"sample.layers.{name}")
         if not sample.layers:
             raise ValueError("sample.layers is {}, expected at least one layer")
         return sample
@@ -188,6 +141,17 @@ def append(path: Path, sample: LogitSample) -> None:
 def nan_as_inf(value: float) -> float:
     """The number, or infinity for NaN: for comparisons in which NaN is the largest."""
     return math.inf if math.isnan(value) else value
+
+
+def _check_layer(layer: LayerStatistics, where: str) -> None:
+    """Raise ValueError for numbers that can't be drawn."""
+    if not 1e-6 <= layer.cap <= 1e6 or not 0 <= layer.even <= 100:
+        raise ValueError(
+            f"{where} has cap {layer.cap:g}, expected 1e-6 to 1e6, and even {layer.even:g}, expected 0 to 100 nats"
+        )
+    lengths = {len(values) for values in (layer.max_logit, layer.entropy, layer.over_cap)}
+    if len(lengths) > 1:
+        raise ValueError(f"{where} has max_logit, entropy and over_cap of different lengths: {sorted(lengths)}")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_qknorm.convert.measurements import COLLAPSED
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.stats.distributed import is_first_rank
-from hf_qknorm.training.logit_log import LayerSample, LogitSample, append, continue_log, nan_as_inf
+from hf_qknorm.measure.distributed import is_first_rank
+from hf_qknorm.reports.records import COLLAPSED, LayerStatistics
+from hf_qknorm.training.logit_log import LogitSample, append, continue_log, nan_as_inf
 from hf_qknorm.training.logit_sampler import LogitSampler
 
 if TYPE_CHECKING:
@@ -152,19 +152,17 @@ class LogitMonitor(TrainerCallback):
                 self._warn(step, name, layer)
         return sample
 
-    def _warn(self, step: int, name: str, layer: LayerSample) -> None:
+    def _warn(self, step: int, name: str, layer: LayerStatistics) -> None:
         """Warn of the layer's heads that are outside the limits and were not at the last sample."""
         limit = 2 * layer.cap if self.limit is None else self.limit
         least = self.collapsed * layer.even
         pairs = list(zip(layer.max_logit, layer.entropy, strict=True))
-        too_large = [not largest <= limit for largest, _ in pairs]  # NaN is over the limit
-        too_sharp = [entropy < least and largest > layer.cap / 2 for largest, entropy in pairs]
+        too_large = {head for head, (largest, _) in enumerate(pairs) if not largest <= limit}  # NaN is over the limit
         sharp_cause = f"entropy under {least:.2g} nats, {self.collapsed:.0%} of uniform attention's"
-        for kind, cause, outside in (
+        for kind, cause, now in (
             ("logit", f"|logit| over {limit:g}", too_large),
-            ("entropy", sharp_cause, too_sharp),
+            ("entropy", sharp_cause, set(layer.collapsed(layer.cap, self.collapsed))),
         ):
-            now = {head for head, is_outside in enumerate(outside) if is_outside}
             new = sorted(now - self._warned.get((name, kind), set()))
             self._warned[name, kind] = now
             if new:

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib import colormaps
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from hf_qknorm.stats import plotting
+from hf_qknorm.measure import plotting
 from hf_qknorm.training.logit_log import LogitSample
 
 Samples = Sequence[LogitSample]

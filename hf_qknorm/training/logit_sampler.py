@@ -12,13 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
+from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.distributed import world_size
+from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights
+from hf_qknorm.measure.logit_statistics import LogitStatistics, PassFilter, watched_layers
+from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.stats.bounds import largest_gains, logit_bounds
-from hf_qknorm.stats.distributed import world_size
-from hf_qknorm.stats.head_weights import HeadWeights, attention_head_weights
-from hf_qknorm.stats.logit_statistics import LogitStatistics, PassFilter, watched_layers
-from hf_qknorm.stats.watchable import watchable_layers
-from hf_qknorm.training.logit_log import LayerSample, LogitSample
+from hf_qknorm.reports.records import LayerStatistics
+from hf_qknorm.training.logit_log import LogitSample
 
 GradientNorms = tuple[Tensor | None, Tensor | None]  # of the weights of queries and of keys
 QUERIES, KEYS = (
@@ -71,7 +72,7 @@ class LogitSampler:
         if world_size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
             dist.all_reduce(sums)
-        layers: dict[str, LayerSample] = {}
+        layers: dict[str, LayerStatistics] = {}
         maxima, totals = iter(largest.tolist()), iter(sums.tolist())
         for name, (heads, heads_kv) in self.shapes.items():
             top = tuple(next(maxima) for _ in range(heads))
@@ -89,7 +90,7 @@ class LogitSampler:
                     fields["rms_k"] = None
                 fields |= {f"rms_{part}": x for part, x in zip(OUTPUTS, outputs, strict=True) if part in known}
                 fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
-                layers[name] = LayerSample(cap / seen, even / seen, top, **fields)
+                layers[name] = LayerStatistics(top, cap=cap / seen, even=even / seen, **fields)
         return LogitSample(step, layers) if layers else None
 
 

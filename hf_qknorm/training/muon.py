@@ -20,9 +20,9 @@ from torch.optim import AdamW, Muon, Optimizer
 from transformers import PreTrainedModel, Trainer
 from transformers.pytorch_utils import Conv1D
 
+from hf_qknorm.measure.head_weights import fused_outputs
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.patch import patch_model, unpatch_model
-from hf_qknorm.stats.head_weights import fused_outputs
 from hf_qknorm.training.clip import QKClip
 
 EXPERTS = ".experts."  # in the names of parameters `[experts, …, …]`, one matrix per expert

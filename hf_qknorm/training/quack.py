@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.stats.distributed import is_first_rank
-from hf_qknorm.stats.head_weights import (
+from hf_qknorm.measure.distributed import is_first_rank
+from hf_qknorm.measure.head_weights import (
     HeadWeights,
     Sizes,
     attention_head_weights,

@@ -20,19 +20,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
-from hf_qknorm.convert.gains import Mean, observed_inputs
-from hf_qknorm.convert.knees import restored_attention
-from hf_qknorm.convert.text import batches_for, check_batches
+from hf_qknorm.calibration.gains import Mean, observed_inputs
+from hf_qknorm.calibration.knees import restored_attention
 from hf_qknorm.export.constant_norms import SIDES, check_norms, constant_norms, sides, without_norms
+from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.head_weights import attention_head_weights, parameter_factors
+from hf_qknorm.measure.predictions import loss_of
+from hf_qknorm.measure.text import batches_for, check_batches
 from hf_qknorm.model.attention import head_norms, patched_layers, require_patched
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee, centred_and_size, set_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import Scheme
-from hf_qknorm.stats.distributed import Batches
-from hf_qknorm.stats.head_weights import attention_head_weights, parameter_factors
-from hf_qknorm.stats.measure import loss_of
 
 logger = logging.getLogger(__name__)
 

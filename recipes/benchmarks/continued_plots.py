@@ -11,7 +11,7 @@ from continued_page import Grid, largest_logit
 from matplotlib.figure import Figure
 from run_log import Row
 
-from hf_qknorm.stats.plotting import INK, save_figure
+from hf_qknorm.measure.plotting import INK, save_figure
 
 STYLES = {
     "unpatched": ("#4d4d4d", "-", "o"),

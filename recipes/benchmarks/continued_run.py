@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import KneeSchedule, calibrate, logit_statistics, patch_model, set_knee
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import byte_tokenizer, mean_loss
 from hf_qknorm.files.atomic_io import new_folder, replace_file, replace_text
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 
 FAULTS = ("noise", "rate")  # one batch of random tokens; the rate doubled for five steps
 DOUBLED = 5

@@ -33,8 +33,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import KneeSchedule, Scheme, calibrate, logit_statistics, patch_model, remove_norms, set_knee
-from hf_qknorm.convert.text import load_text, sample_batches, tokenize
 from hf_qknorm.demo.training import mean_loss, train
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 
 ARMS = ("unpatched", "kept", "KneeSchedule")
 OPENING = KneeSchedule(0.25, math.inf, after=0.75)

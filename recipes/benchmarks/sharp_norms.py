@@ -33,10 +33,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import ModelOutput
 
 from hf_qknorm import calibrate, patch_model, remove_norms
-from hf_qknorm.convert.text import context_length, load_text, tokenize
+from hf_qknorm.measure.bounds import worst_bound
+from hf_qknorm.measure.predictions import loss_of, predictions
+from hf_qknorm.measure.text import context_length, load_text, tokenize
 from hf_qknorm.model.attention import as_unpatched
-from hf_qknorm.stats.bounds import worst_bound
-from hf_qknorm.stats.measure import loss_of, predictions
 
 DEFAULTS = ("qk_norm", "qk_norm_cap")
 LENGTH, LONG, WINDOW, CALIBRATED, JUDGED = 512, 2048, 256, 20, 6

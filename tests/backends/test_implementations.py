@@ -180,7 +180,7 @@ def test_raw_heads_of_an_explicit_name_raise_too(distrusted):
 
 def test_statistics_are_measured_in_blocks_where_the_kernels_are_wrong(distrusted):
     from hf_qknorm.backends.calls import Structure
-    from hf_qknorm.stats.logits import measure_by_kernels
+    from hf_qknorm.measure.logits import measure_by_kernels
 
     seen = Structure(Q, Q, None, None, True, None)
     distrusted.add("statistics")

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import Scheme, calibrate, cli, export_native, patch_model, remove_norms, set_knee
 from hf_qknorm.convert.measured_export import export_measured
-from hf_qknorm.stats.measure import loss_of
+from hf_qknorm.measure.predictions import loss_of
 
 TEXT = "Long ago, a small model of language was asked to forget its norms. " * 40
 SHARP = Scheme(q="rms", k="rms", sharpness=8)

@@ -190,7 +190,7 @@ def test_a_model_in_memory_is_measured_as_it_is(source, tmp_path):
 
 
 def test_measurements_are_refused_before_weights_are_read(source, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_qknorm.convert.measured_checkpoint.load_causal", None)
+    monkeypatch.setattr("hf_qknorm.measure.measured_checkpoint.load_causal", None)
     corpus = tmp_path / "corpus.txt"
     corpus.write_text(TEXT)
     with pytest.raises(ValueError, match="holds a plain llama: convert it first"):

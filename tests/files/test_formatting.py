@@ -10,7 +10,7 @@ import torch
 from tiny import tiny_model
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, convert_checkpoint, patch_model, push_to_hub
-from hf_qknorm.convert.memory import parse_size
+from hf_qknorm.checkpoint.memory import parse_size
 from hf_qknorm.files.formatting import MOST, shorten
 
 LONG = "x" * 20_000

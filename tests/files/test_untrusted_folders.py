@@ -15,10 +15,10 @@ from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
-from hf_qknorm.convert.inspect import inspect_checkpoint
 from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import write_card
+from hf_qknorm.inspection.inspect import inspect_checkpoint
 
 
 @pytest.fixture

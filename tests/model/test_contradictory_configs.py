@@ -14,7 +14,7 @@ from tiny import TINY, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_qknorm import SCHEMES, Scheme, convert_checkpoint, patch_model
-from hf_qknorm.convert.inspect import inspect_checkpoint
+from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.model.derived import derived_config, derived_model
 from hf_qknorm.scheme import STORED
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
-from hf_qknorm.convert.gains import rescale_folded_weights
+from hf_qknorm.calibration.gains import rescale_folded_weights
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.fold import is_exact
 

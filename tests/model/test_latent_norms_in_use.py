@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_qknorm import LogitMonitor, QKClip, Scheme, calibrate, patch_model, set_blend
+from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.stats.bounds import largest_gains, logit_bounds
-from hf_qknorm.stats.logit_statistics import logit_statistics
 
 RMS = Scheme(q="rms", k="rms")
 

@@ -16,10 +16,10 @@ import torch
 from tables import sharp_model
 
 from hf_qknorm import patch_model, standalone
+from hf_qknorm.measure.bounds import logit_bounds
 from hf_qknorm.model import attention, derived
 from hf_qknorm.standalone.generate import auto_map, standalone_code
 from hf_qknorm.standalone.runtime import DERIVED
-from hf_qknorm.stats.bounds import logit_bounds
 
 README = Path(standalone.__file__).with_name("README.md")
 

@@ -8,14 +8,16 @@ from dataclasses import replace
 
 import pytest
 
+from hf_qknorm.reports.records import LayerStatistics
 from hf_qknorm.training import logit_log
-from hf_qknorm.training.logit_log import LayerSample, LogitSample, append, continue_log, read_log
+from hf_qknorm.training.logit_log import LogitSample, append, continue_log, read_log
 
 
 def sample(step: int, *, layers: int = 2, heads: int = 3, size: float = 1.0) -> LogitSample:
     """A sample with made-up numbers of few digits."""
     row = tuple(size * (1 + step + head) for head in range(heads))
-    layer = LayerSample(50.0, 2.5, row, row, (0.0,) * heads, row, row[:1], row[:1], row, None)
+    lengths = {"rms_q": row, "rms_k": row[:1], "rms_v": row[:1], "grad_q": row}
+    layer = LayerStatistics(row, row, over_cap=(0.0,) * heads, **lengths, cap=50.0, even=2.5)
     return LogitSample(step, {f"layers.{i}": layer for i in range(layers)})
 
 
@@ -60,6 +62,19 @@ def test_continuing_removes_later_samples(tmp_path):
         continue_log(path, 0, resumed=False)
     continue_log(path, 2, resumed=True)
     assert read_log(path) == []
+
+
+@pytest.mark.parametrize("newer", ["", ',"gain_q":null,"gain_k":1.5,"bound":null,"rms_out":2.0,"rms_mlp":null'])
+def test_logs_of_earlier_versions_are_read(tmp_path, newer):
+    """They have a null for each number that is not known."""
+    row = '"max_logit":[9.0],"entropy":[1.0],"over_cap":[0.0],"rms_q":[3.0],"rms_k":null,"rms_v":[4.0]'
+    layer = f'{{"cap":50.0,"even":2.0,{row},"grad_q":null,"grad_k":null{newer}}}'
+    (tmp_path / "log").write_text(f'{{"format":1,"step":3,"layers":{{"layers.0":{layer}}}}}\n')
+    (one,) = read_log(tmp_path / "log")
+    found = one.layers["layers.0"]
+    assert (found.cap, found.even, found.max_logit, found.rms_k, found.grad_q) == (50.0, 2.0, (9.0,), None, None)
+    assert (found.rms_out, found.gain_k) == ((2.0, 1.5) if newer else (None, None))
+    assert found.rms_qkv == pytest.approx(math.sqrt((9 + 16) / 2))
 
 
 def changed(**fields):
@@ -124,7 +139,8 @@ def test_files_over_the_limits_are_refused(tmp_path, monkeypatch, limit, most):
 
 def test_worst_and_sharpest():
     rows = {"a": (1.0, 9.0), "b": (3.0, 2.0)}
-    layers = {n: LayerSample(50.0, 2.0, row, row, (0.5, 0.0), row, row, row, None, None) for n, row in rows.items()}
+    shared = {"over_cap": (0.5, 0.0), "cap": 50.0, "even": 2.0}
+    layers = {n: LayerStatistics(x, x, rms_q=x, rms_k=x, rms_v=x, **shared) for n, x in rows.items()}
     one = LogitSample(7, layers)
     assert one.worst() == ("a", 1, 9.0)
     assert one.sharpest() == ("a", 0, 1.0)
@@ -149,11 +165,3 @@ def test_scalars_have_the_largest_outputs():
     assert scalars["attention/max_rms_out"] == 3.0
     assert scalars["attention/max_rms_mlp"] == 2.0
     assert scalars["attention/max_rms_qkv"] == pytest.approx(math.sqrt((4 + 9 + 16 + 4 + 4) / 5))
-
-
-def test_a_log_without_outputs_is_read(tmp_path):
-    data = json.loads(sample(3).line())
-    for layer in data["layers"].values():
-        del layer["rms_out"], layer["rms_mlp"]
-    (tmp_path / "log").write_text(json.dumps(data) + "\n")
-    assert read_log(tmp_path / "log") == [sample(3)]

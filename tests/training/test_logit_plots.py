@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from slow import slow_but
 
-from hf_qknorm.training.logit_log import LayerSample, LogitSample
+from hf_qknorm.reports.records import LayerStatistics
+from hf_qknorm.training.logit_log import LogitSample
 from hf_qknorm.training.logit_plots import DRAWN, WORST, draw_log
 
 
@@ -23,8 +24,8 @@ def samples(count, layers, heads, size=10.0):
         rows = [size * torch.exp(torch.randn(heads, generator=generator)) for _ in range(layers)]
         entropies = [torch.rand(heads, generator=generator) * 4 for _ in range(layers)]
         kept = {
-            f"layers.{n}": LayerSample(
-                50.0, 4.5, tuple(a.tolist()), tuple(b.tolist()), (0.0,) * heads, (1.0,), (1.0,), (1.0,), None, None
+            f"layers.{n}": LayerStatistics(
+                tuple(a.tolist()), tuple(b.tolist()), rms_q=(1.0,), rms_k=(1.0,), rms_v=(1.0,), cap=50.0, even=4.5
             )
             for n, (a, b) in enumerate(zip(rows, entropies, strict=True))
         }

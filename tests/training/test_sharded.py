@@ -11,7 +11,7 @@ from pair import of_task, run_once, run_pairs
 from safetensors.torch import load_file
 from sharded_run import KNEES, MODELS, MUON, RUNS, STEPS, WAYS, kneed, lower, made, muon, rules, train, with_muon
 
-from hf_qknorm.stats.head_weights import sizes
+from hf_qknorm.measure.head_weights import sizes
 from hf_qknorm.training.quack import learning_rates
 
 

@@ -13,10 +13,10 @@ from random_qkv import make_qkv
 from tiled_cases import Case, draw_inputs
 
 from hf_qknorm.backends.calls import Structure
+from hf_qknorm.measure import logits
 from hf_qknorm.ops import reference, tiled
 from hf_qknorm.ops.cpu import statistics, use
 from hf_qknorm.ops.types import Heads, Options, Visible
-from hf_qknorm.stats import logits
 
 CASES = [x for x in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if x.mask is None and not x.dropout]
 

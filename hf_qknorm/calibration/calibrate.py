@@ -1,0 +1,233 @@
+"""`calibrate`: a knee and gains that keep a trained model's predictions, computed from a text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from hf_qknorm.calibration.checks import check_inputs, check_supported, scheme_of
+from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
+from hf_qknorm.calibration.knees import KNEES, restored_attention, search_knee, search_outputs, sharpen
+from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.hub_names import hub_name
+from hf_qknorm.measure.distributed import (
+    Batches,
+    Ranks,
+    broadcast_attention,
+    gather_batches,
+    ranks_of,
+    reshard,
+    token_count,
+    unwrap,
+)
+from hf_qknorm.measure.logit_statistics import CAP
+from hf_qknorm.measure.predictions import (
+    evaluate,
+    is_bidirectional,
+    layer_reports,
+    output_error,
+    predictions,
+)
+from hf_qknorm.measure.text import batches_for, check_batches, context_length, longest_sequence
+from hf_qknorm.model.fold import is_exact
+from hf_qknorm.model.in_memory import mark_in_memory
+from hf_qknorm.model.knees import apply_knee
+from hf_qknorm.model.record import set_record
+from hf_qknorm.reports.records import Prediction
+from hf_qknorm.reports.report import Calibration
+from hf_qknorm.scheme import Scheme
+
+METHODS = ("ones", "moments")
+MAX_TOKENS = 262_144
+FOLD_BATCHES = 16  # enough for the mean σ that folded projections are scaled to
+LOSS_BATCHES = 8  # the most batches, of at most a tenth of all, that are held out to judge gains and knee by
+
+Knee = float | Literal["auto"]
+
+
+def calibrate(
+    model: nn.Module,
+    data: Any,
+    method: str | None = None,
+    *,
+    knee: Knee | None = None,
+    max_loss_increase: float | None = None,
+    tokenizer: Any = None,
+    max_tokens: int = MAX_TOKENS,
+    batch_size: int = 8,
+    length: int | None = None,
+) -> Calibration:
+    """Set the knee, gains and biases of a patched model from `data`, in place, and report the effect.
+
+    `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
+    batches: tensors `[B, T]`, or mappings with "input_ids" and optionally "attention_mask" (padding is ignored), or
+    with the "pixel_values" `[B, C, H, W]` of an encoder of images, for which `max_tokens` counts images. Text
+    is cut into batches `[batch_size, length]`, by default 256 long, or half of the positions where these are learned.
+    A model of masked tokens (BERT) needs batches with "labels" too, −100 for tokens that are not masked. At most
+    `max_tokens` tokens are used. `tokenizer` is by default the one of `model.name_or_path`.
+
+    `method` selects how gains are computed. "moments", the default, is the closed form: per channel the least-squares
+    fit of the model's own projection by its normalised self, x ≈ gain·norm(x) + bias, from one pass over the text.
+    "ones" resets the gains.
+
+    `knee` is a number, as an export needs (0 for plain norms), or "auto": 1.5 times the least of `KNEES` in
+    `calibration.knees` that costs at most `max_loss_increase` nats per token (by default 0.005) on batches left out;
+    the margin is for text of other kinds. The cost is the rise in loss, or the KL from the unpatched model if that is
+    larger; a model that predicts no tokens is judged by the relative error of its last hidden states, of at most 0.05
+    (`output_error` in the report). The search sets a sharpness of 8 where the scheme's is 1, RMSNorm's form, whose knee
+    costs more at any bound. None means "auto" if no method is given and the scheme has gains, keeps the norm in front
+    of attention, and has no knee; otherwise the scheme's knee. With ten batches or more, "auto" takes about two forward
+    passes a batch.
+
+    A PEFT model is calibrated with its adapters in place, and its trained copies of the norms are set. With
+    DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
+    with the same data; the ranks divide the pass and end with the same gains. A model on one process is calibrated by
+    that process alone. After an exception the norms are as before. `save_pretrained` writes the report beside the
+    weights, from then on, and marks it as stale once the weights have changed.
+
+    Raises ValueError for data with fewer than 16 tokens to predict; a model that is not patched, is in a blend, or is
+    sharded by DeepSpeed; a method or knee that is not possible; a loss that rises by more than `max_loss_increase`; a
+    limit on the loss without a language-modelling head; folded norms (`pre_norm=False`) that a checkpoint did not keep;
+    offloaded gains; and biases behind folded norms in projections that are sharded or under adapters.
+
+    >>> model = qk.patch_model(model, "qk_norm")
+    >>> report = qk.calibrate(model, texts)
+    >>> report.method, report.scheme.knee == model.config.scheme.knee
+    ('moments', True)
+    >>> report.loss - report.base_loss < 0.1  # nats
+    True
+    """
+    ranks, bare = ranks_of(model), unwrap(model)
+    method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase)
+    check_supported(bare, max_loss_increase)
+    cut: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
+    masked = is_bidirectional(bare.config) and bare.get_output_embeddings() is not None
+    batches = batches_for(bare, data, tokenizer, labels=masked, **cut)
+    sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
+    cap = bare.config.attn_logit_softcapping or CAP
+    with restored_attention(bare, only_on_error=True):
+        fresh, tried = _set_norms(bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase)
+        compared = evaluate(bare, sample.held_out, cap, ranks)
+        before, after = compared.base, compared.own
+        _check_rise(before, after, max_loss_increase)
+        layers = layer_reports(bare, compared.before, compared.after)
+        error = output_error(bare, sample.held_out) if before is None else None
+    broadcast_attention(model, ranks)
+    if bare.config.scheme.norms:
+        mark_in_memory(bare)
+    tokens, judged = (sum(map(token_count, part)) for part in (sample.whole, sample.held_out))
+    from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
+    report = Calibration(
+        method=method,
+        tokens=tokens,
+        scheme=bare.config.scheme,
+        cap=cap,
+        base=before,
+        ones=fresh,
+        chosen=after,
+        layers=layers,
+        judged=judged,
+        base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
+        dataset=hub_name(data) if isinstance(data, str) else None,
+        knees=tried,
+        length=longest_sequence(sample.whole) or None,
+        context=context_length(bare.config),
+        output_error=error,
+    )
+    report = ranks.broadcast(report)
+    set_record(bare, report.to_dict())
+    return report
+
+
+class _Sample(NamedTuple):
+    """The batches of a calibration: all, those that gains are fitted to, and those that judge knee and gains."""
+
+    whole: Batches
+    fitted: Batches
+    held_out: Batches
+
+    @classmethod
+    def of(cls, model: Any, batches: Batches) -> _Sample:
+        """Divide the batches. Raises ValueError for too few tokens to predict, and without labels that are needed."""
+        check_inputs(model, batches)
+        check_batches(batches, model.config)
+        count = min(LOSS_BATCHES, max(len(batches) // 10, 1))
+        return cls(batches, batches[count:] or batches, batches[:count])
+
+
+def _set_norms(
+    model: Any, sample: _Sample, ranks: Ranks, *, method: str, knee: Knee, limit: float | None
+) -> tuple[Prediction | None, dict[float, Prediction]]:
+    """Set knee, gains and biases; return the predictions with fresh gains, and those with each knee of a search."""
+    whole, fitted, held_out = sample
+
+    def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
+        return ClosedFormGains(model, text, expected_powers(model, held_out[:1], ranks), knees, ranks)
+
+    _reset_norms(model, whole)
+    base, fresh = predictions(model, held_out)
+    tried: dict[float, Prediction] = {}
+    if isinstance(knee, str):
+        sharpen(model)
+        gains = closed_form(fitted, *KNEES)
+        if base is None:
+            search_outputs(gains, held_out)
+        else:
+            tried = search_knee(gains, held_out, base, limit)
+    elif method != "ones" or knee:
+        closed_form(whole, float(knee)).apply(float(knee), gains=method != "ones")
+    return fresh, tried
+
+
+def _check_rise(before: Prediction | None, after: Prediction | None, limit: float | None) -> None:
+    """Raise ValueError if the loss rises by more than the limit, or is NaN."""
+    if limit is not None and before and after and not after.loss - before.loss <= limit:
+        raise ValueError(
+            f"the loss rises by {after.loss - before.loss:.4f} nats ({before.loss:.4f} to {after.loss:.4f}), more "
+            f'than max_loss_increase={limit:g}. A larger knee, or knee="auto", keeps more'
+        )
+
+
+def check_method(method: str | None) -> None:
+    """Raise ValueError for an unknown method, with the way out for the trained gains of earlier versions."""
+    if method not in (None, *METHODS):
+        raise ValueError(
+            f"unknown method {shorten(method)}: expected one of {', '.join(METHODS)}. Leave it out for predictions "
+            "closest to the unpatched model's; for an export give a knee, as knee=16 (--knee 16)"
+        )
+
+
+def resolve_method(
+    scheme: Scheme, method: str | None, knee: Knee | None, max_loss_increase: float | None
+) -> tuple[str, Knee]:
+    """The method and knee of a calibration, with defaults in place of None.
+
+    Raises ValueError for an unknown method, a knee that the scheme can't have, and a limit that is not finite.
+    """
+    check_method(method)
+    if max_loss_increase is not None and not math.isfinite(max_loss_increase):
+        raise ValueError(f"max_loss_increase={max_loss_increase} is no limit: expected a finite number, or None")
+    if isinstance(knee, str) and knee != "auto":
+        raise ValueError(f'knee={shorten(knee)}: expected a number ≥ 0, "auto", or None')
+    if method == "ones" and knee == "auto":
+        raise ValueError('knee="auto" is found with gains by "moments": name another method than "ones", or a number')
+    if knee is None:
+        possible = bool(scheme.norms) and scheme.pre_norm and scheme.gain != "none"
+        knee = "auto" if possible and method is None and not scheme.knee else scheme.knee
+    else:
+        replace(scheme, knee=1.0 if knee == "auto" else knee)  # raises for a scheme that can't have one
+    return method or "moments", knee
+
+
+def _reset_norms(model: Any, batches: Batches) -> None:
+    """Reset the norms to plain ones with fresh gains, and folded projections to the σ of the text."""
+    reshard(model)
+    norms = named_norms(model)
+    apply_knee(model, 0.0, dict.fromkeys(norms, 1.0))
+    for norm in norms.values():
+        norm.reset_parameters()
+    if not model.config.scheme.pre_norm and not is_exact(model):
+        rescale_folded_weights(model, batches[:FOLD_BATCHES])

@@ -1,0 +1,252 @@
+"""Gains in closed form for any knee, from one pass of text through the unpatched model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_qknorm.files.progress import progress_bar
+from hf_qknorm.measure.distributed import ONE_PROCESS, Batches, Ranks, copy_into, reshard
+from hf_qknorm.model.accelerate_hooks import input_device
+from hf_qknorm.model.additions import NORM_FIELDS
+from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.fold import set_spread
+from hf_qknorm.model.knees import apply_knee, centred_and_size
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
+
+LOG_STEP = math.log(2) / 2  # between the logarithms of neighbouring points of the grid
+MARGIN = 4.0  # the text's mean |x|ᵖ may differ by this factor from the expected one
+
+NormKey = tuple[str, str]  # a layer's name, and the name of a norm in it
+
+
+class Mean:
+    """The mean of numbers that arrive in parts, summed in fp64."""
+
+    def __init__(self) -> None:
+        self.total = torch.zeros(2, dtype=torch.float64)  # their sum, their count
+
+    def add(self, values: Tensor) -> None:
+        """Add the numbers in `values`, of any shape."""
+        self.total += torch.stack([values.sum().cpu().double(), torch.tensor(float(values.numel()))])
+
+    @property
+    def value(self) -> float:
+        """The mean; 0 without numbers."""
+        return float(self.total[0] / self.total[1].clamp_min(1))
+
+
+class NormSums:
+    """Sums over tokens of n², n·x, n, x and 1, per head and channel, of a norm's inputs x and outputs n, in fp64.
+
+    n = y·(mean |y|ᵖ + e)^(−1/p)·c with y = x, or x − mean x if centred. e = ε^(p/2) is knee·P plus the scheme's own,
+    where P, the mean of mean |y|ᵖ over the text (`power`), is known only at the end of the text. The sums are
+    therefore of n·e^(1/p)/c at a geometric grid of e around the `expected` P, and are interpolated in log e, with an
+    error of 1e-4 of a gain. The first point of the grid is knee 0, which is exact.
+
+    A sharp norm with a knee needs P alone: nearly all vectors keep their length with the gain of the mean one, and a
+    fit to the long ones would only raise the bound.
+    """
+
+    def __init__(self, norm: HeadNorm, knees: Sequence[float], expected: float) -> None:
+        self.norm, self.power = norm, Mean()
+        self.floor = norm.scheme_eps ** (norm.order / 2)
+        self.grid = torch.tensor([self.floor], dtype=torch.float64)
+        sharp = norm.scheme_sharpness > 1
+        wanted = [knee * max(expected, self.floor) for knee in knees if knee > 0 and not sharp]
+        if wanted:
+            first, last = math.log(min(wanted) / MARGIN) - LOG_STEP, math.log(max(wanted) * MARGIN) + 2 * LOG_STEP
+            self.grid = torch.cat([self.grid, torch.arange(first, last, LOG_STEP, dtype=torch.float64).exp()])
+        self.sums = [torch.zeros((), dtype=torch.float64)] * 5
+
+    def add(self, x: Tensor) -> None:
+        """Add heads `[N, H, D]`."""
+        x = x.float() if x.device.type == "mps" else x.double()
+        y, size = centred_and_size(self.norm, x)
+        self.power.add(size)
+        e = self.grid.to(x)[:, None, None]
+        scale = (e / (size + e)) ** (1 / self.norm.order)  # [J, N, H]
+        new = (
+            torch.einsum("jnh,nhd->jhd", scale * scale, y * y),
+            torch.einsum("jnh,nhd->jhd", scale, y * x),
+            torch.einsum("jnh,nhd->jhd", scale, y),
+            x.sum(0),
+            torch.ones_like(x).sum(0),
+        )
+        self.sums = [old + part.cpu().double() for old, part in zip(self.sums, new, strict=True)]
+
+    def covers(self, knee: float) -> bool:
+        """Whether the grid reaches the e of this knee on both sides, as interpolation needs."""
+        e = self.floor + knee * self.power.value
+        if knee == 0 or self.norm.scheme_sharpness > 1 or self.power.value == 0:
+            return True
+        return float(self.grid[2]) <= e <= float(self.grid[-2])
+
+    def at(self, knee: float) -> list[Tensor]:
+        """The five sums `[H, D]` at this knee."""
+        e = self.floor + knee * self.power.value
+        weights = _cubic_weights(self.grid[1:], e) if knee else torch.ones(1, dtype=torch.float64)
+        points = slice(1, None) if knee else slice(0, 1)
+        nn, nx, n = (torch.einsum("j,jhd->hd", weights, x[points]) for x in self.sums[:3])
+        p, width = self.norm.order, self.sums[3].shape[-1]
+        factor = e ** (-1 / p) * (width ** (-1 / p) if NORMS[self.norm.norm].summed else 1.0)
+        return [nn * factor**2, nx * factor, n * factor, *self.sums[3:]]
+
+    def solve(self, knee: float, shape: Sequence[int], bias: bool, ranks: Ranks) -> tuple[Tensor, Tensor]:
+        """The gain and bias of x ≈ gain·n + bias, for a gain of shape `[H, D]`, `[D]` or `[1]`; see the class."""
+        sharp = knee > 0 and self.norm.scheme_sharpness > 1
+        sums = self.at(0.0 if sharp else knee)
+        if len(shape) == 1:
+            axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
+            sums = [ranks.sum_over_heads(x.sum(axes, keepdim=True)) for x in sums]
+        nn, nx, n, x, count = sums
+        if sharp:
+            gain = torch.full_like(x, self.norm.keeping_gain(knee, self.power.value))
+            centred = bias and NORMS[self.norm.norm].centred
+            offset = (x / count).mean(-1, keepdim=True).expand_as(x) if centred else torch.zeros_like(x)
+            return gain.reshape(*shape), offset.reshape(*shape)
+        if bias:
+            nn, nx = nn - n * n / count, nx - n * x / count
+        gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
+        offset = (x - gain * n) / count if bias else torch.zeros_like(gain)
+        return gain.reshape(*shape), offset.reshape(*shape)
+
+
+class ClosedFormGains:
+    """The sums of every norm of a patched model over a text, and the gains that follow from them for any knee.
+
+    The text takes one pass through the unpatched model. Ranks with different data divide its `batches`. `expected` is
+    the mean |x|ᵖ of each norm on a sample (`mean_powers`). Where the text's is more than four times larger or smaller,
+    there is a second pass.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batches: Batches,
+        expected: Mapping[NormKey, float],
+        knees: Sequence[float],
+        ranks: Ranks = ONE_PROCESS,
+    ) -> None:
+        self.model, self.ranks, self.powers = model, ranks, expected
+        for _ in range(2):
+            self.sums = {key: NormSums(norm, knees, self.powers[key]) for key, norm in named_norms(model).items()}
+            with observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
+                for batch, counts in progress_bar(ranks.own_batches(batches), desc="moments", unit="batch"):
+                    run(batch, counts)
+            for found in self.sums.values():
+                found.power.total = ranks.sum_over_data(ranks.sum_over_heads(found.power.total))
+                found.sums = [ranks.sum_over_data(x) for x in found.sums]
+            self.powers = {key: found.power.value for key, found in self.sums.items()}
+            if all(found.covers(knee) for found in self.sums.values() for knee in knees):
+                break
+
+    def apply(self, knee: float, *, gains: bool = True) -> None:
+        """Set this knee, and the gains and biases that fit it; with `gains=False` the knee alone."""
+        reshard(self.model)
+        apply_knee(self.model, knee, self.powers)
+        for name, layer in patched_layers(self.model).items() if gains else ():
+            self._set_gains(name, layer, knee)
+
+    @torch.no_grad()
+    def _set_gains(self, name: str, layer: QKNormAttention, knee: float) -> None:
+        """Write a layer's gains; q's includes the change of the logits' scale, and the gain of keys without one."""
+        norms = head_norms(layer)
+        scaled = "q" if "q_norm" in norms else "k"
+        if not all(self.sums[name, x].sums[0].dim() for x in norms):  # unused: the cross-attention of a decoder alone
+            return
+        for norm_name, norm in norms.items():
+            if norm.weight is None:
+                continue
+            shape = self.ranks.local_part(norm.weight).shape
+            gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
+            factor = layer.own_scale / layer.logit_scale if NORM_FIELDS[norm_name] == scaled else 1.0
+            if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"].weight is None:
+                keys, _ = self.sums[name, "k_norm"].solve(knee, (1,), False, self.ranks)
+                factor *= float(keys)
+            copy_into(norm.weight, gain * factor)
+            if norm.bias is not None:
+                copy_into(norm.bias, bias * factor)
+
+
+def mean_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
+    """The mean |x|ᵖ of the inputs of each norm of a patched model, computed by the unpatched model."""
+    return ClosedFormGains(model, batches, dict.fromkeys(named_norms(model), 0.0), (), ranks).powers
+
+
+def expected_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
+    """The `mean_powers` that the sums of a text's pass are laid out for; zeros for sharp norms, which need none."""
+    norms = named_norms(model)
+    if all(norm.scheme_sharpness > 1 for norm in norms.values()):
+        return dict.fromkeys(norms, 0.0)
+    return mean_powers(model, batches, ranks)
+
+
+def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:
+    """The norms of a patched model by their layer's name and their own."""
+    layers = patched_layers(model).items()
+    return {(layer_name, name): norm for layer_name, layer in layers for name, norm in head_norms(layer).items()}
+
+
+def rescale_folded_weights(model: Any, batches: Batches) -> None:
+    """Rescale the projections behind folded norms, so that their biases are right for the text's mean σ."""
+    sigmas = {layer: Mean() for layer in patched_layers(model).values()}
+
+    def observer(layer: QKNormAttention) -> Callable[[Tensor], None]:
+        norm: Any = layer.removed_norm[0]
+        return lambda x: sigmas[layer].add(norm.sigma(x).double())
+
+    with observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
+        for batch in batches:
+            run(batch, True)
+    for layer, sigma in sigmas.items():
+        set_spread(layer, sigma.value)
+
+
+@contextmanager
+def observed_inputs(
+    model: Any, observers: Mapping[nn.Module, Callable[[Tensor], None]], *, unpatched: bool = True
+) -> Iterator[Callable[[dict[str, Tensor], bool], None]]:
+    """Yield `run(batch, counts)`: a pass of the model, by default unpatched; each module's observer gets its inputs.
+
+    Inputs are `[N, ...]`, a row for each token that is not padding; none where `counts` is False.
+    """
+    counted: Tensor | slice = slice(None)
+    without_logits = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
+
+    def observe(observer: Callable[[Tensor], None], module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        x = args[0].detach().flatten(0, 1)
+        observer(x[counted.to(x.device) if isinstance(counted, Tensor) else counted])
+
+    @torch.no_grad()
+    def run(batch: dict[str, Tensor], counts: bool) -> None:
+        nonlocal counted
+        mask = batch.get("attention_mask")
+        everything = slice(None) if mask is None else mask.bool().flatten()
+        counted = everything if counts else slice(0)
+        with as_unpatched(model) if unpatched else nullcontext():
+            inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
+            model(**inputs, **without_logits, use_cache=False)
+
+    with ExitStack() as hooks:
+        for module, observer in observers.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(observe, observer)))
+        yield run
+
+
+def _cubic_weights(grid: Tensor, e: float) -> Tensor:
+    """Weights `[J]` of the values on a geometric grid: the cubic in log e through the four points nearest to e."""
+    place = (math.log(e) - math.log(float(grid[0]))) / LOG_STEP
+    first = min(max(int(place) - 1, 0), len(grid) - 4)
+    weights = torch.zeros(len(grid), dtype=torch.float64)
+    for i in range(first, first + 4):
+        weights[i] = math.prod((place - j) / (i - j) for j in range(first, first + 4) if j != i)
+    return weights

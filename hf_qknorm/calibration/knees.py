@@ -1,0 +1,180 @@
+"""The search for a knee: the smallest that keeps a model's predictions, with gains in closed form."""
+
+from __future__ import annotations
+
+import logging
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Final
+
+import torch
+from transformers.utils import ModelOutput
+
+from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms
+from hf_qknorm.measure.distributed import Batches, reshard
+from hf_qknorm.measure.predictions import output_error, predictions
+from hf_qknorm.model.knees import apply_knee
+from hf_qknorm.reports.records import Prediction
+
+logger = logging.getLogger(__name__)
+
+KNEES: Final = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
+SHARPNESS: Final = 8  # of the norms that a search sets
+LIMIT: Final = 0.005  # nats per token that a conversion may cost by default
+OUTPUT_LIMIT: Final = 0.05  # of the relative error of hidden states; vectors with it have a cosine above 0.998
+MARGIN: Final = 1.5  # on the knee: text of another kind has longer vectors
+
+
+def cost(base: Prediction, patched: Prediction) -> float:
+    """The cost of a conversion in nats per token: the rise in loss, or the KL from the unpatched model if it is larger.
+
+    On text that a model predicts badly, the loss may fall although its predictions drift.
+    """
+    return max(patched.loss - base.loss, patched.kl)
+
+
+def with_margin(knee: float, knees: Sequence[float] = KNEES) -> float:
+    """The smallest of these knees, in ascending order, that is at least `MARGIN` times `knee`; or the largest."""
+    return next((one for one in knees if one >= MARGIN * knee), knees[-1])
+
+
+def search_knee(
+    gains: ClosedFormGains, held_out: Batches, base: Prediction, max_cost: float | None
+) -> dict[float, Prediction]:
+    """Set the knee `with_margin` over the smallest of `KNEES` whose cost on `held_out` is at most `max_cost` nats.
+
+    Returns the predictions by knee. The cost falls as the knee grows, so the search bisects. The default is `LIMIT`. If
+    every knee costs more than that, because of a cap for example, the largest one's cost is added to it.
+
+    Raises ValueError if every knee costs more than a given `max_cost`.
+    """
+    tried: dict[float, Prediction] = {}
+    kept: list[ModelOutput] = []
+
+    def cost_at(knee: float) -> float:
+        if knee not in tried:
+            gains.apply(knee)
+            tried[knee] = gains.ranks.broadcast(predictions(gains.model, held_out, kept)[1])
+        return cost(base, tried[knee])
+
+    limit = LIMIT if max_cost is None else max_cost
+    place = _place_of(limit, cost_at)
+    if place == len(KNEES):
+        largest = KNEES[-1]
+        least, seen = cost_at(largest), tried[largest]
+        if not math.isfinite(least):
+            raise ValueError(
+                f"the loss with a knee of {largest:g} is {seen.loss:g} (unpatched {base.loss:g}), expected finite "
+                "numbers: check the model's weights and dtype"
+            )
+        if max_cost is not None:
+            raise ValueError(
+                f"the knee {largest:g} costs {least:.4f} nats (loss {seen.loss:.4f} over {base.loss:.4f}, KL "
+                f"{seen.kl:.4f}), more than max_loss_increase={max_cost:g}. A higher or no cap costs less, as does a "
+                "norm on queries alone (q_norm); or raise max_loss_increase"
+            )
+        place = _place_of(least + limit, cost_at)
+        logger.warning(
+            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme, such "
+            "as its cap, costs that much. The knee is set to %g, which costs hardly more",
+            limit, largest, least, seen.loss, base.loss, with_margin(KNEES[place]),
+        )  # fmt: skip
+    chosen = with_margin(KNEES[place])
+    cost_at(chosen)
+    gains.apply(chosen)
+    return dict(sorted(tried.items()))
+
+
+def search_outputs(gains: ClosedFormGains, held_out: Batches) -> None:
+    """Set the knee of a model without predictions, by the relative error of its last hidden states.
+
+    The knee is `with_margin` over the smallest of `KNEES` whose error on `held_out` is at most `OUTPUT_LIMIT`. Raises
+    ValueError if every knee has a larger one.
+    """
+
+    @cache
+    def error_at(knee: float) -> float:
+        gains.apply(knee)
+        return gains.ranks.broadcast(output_error(gains.model, held_out))
+
+    place = _place_of(OUTPUT_LIMIT, error_at)
+    if place == len(KNEES):
+        raise ValueError(
+            f"the knee {KNEES[-1]:g} changes the last hidden states by {error_at(KNEES[-1]):.1%}, more than "
+            f"{OUTPUT_LIMIT:.0%}: another part of the scheme, such as its cap, does that. A higher or no cap changes "
+            "less; or give a knee"
+        )
+    gains.apply(with_margin(KNEES[place]))
+
+
+def _place_of(limit: float, cost_at: Callable[[float], float]) -> int:
+    """The place of the smallest of `KNEES` that costs at most the limit, or their number."""
+    return bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= limit)
+
+
+@contextmanager
+def tried_knees(
+    model: Any,
+    fitted: Batches,
+    held_out: Batches,
+    knees: Sequence[float] = KNEES,
+    kept: list[ModelOutput] | None = None,
+) -> Iterator[Callable[[float], Prediction]]:
+    """Yield a function that sets one of `knees`, with closed-form gains from `fitted`, and predicts `held_out`.
+
+    The norms are as sharp as `calibrate` makes them. One pass over `fitted` serves all knees; `kept` is as for
+    `predictions`. The model is left as it was. Raises ValueError for one without a language-modelling head.
+    """
+    kept = [] if kept is None else kept
+    with restored_attention(model):
+        sharpen(model)
+        gains = ClosedFormGains(model, fitted, expected_powers(model, held_out), knees)
+
+        def tried(knee: float) -> Prediction:
+            gains.apply(knee)
+            patched = predictions(model, held_out, kept)[1]
+            if patched is None:
+                raise ValueError(f"{type(model).__name__} predicts no tokens, and knees are compared by predictions")
+            return patched
+
+        yield tried
+
+
+def sharpen(model: Any) -> None:
+    """Reset a patched model's norms to plain ones; with a knee their sharpness is the scheme's own, or `SHARPNESS`."""
+    own = model.config.scheme.sharpness
+    apply_knee(model, 0.0, dict.fromkeys(named_norms(model), 1.0), SHARPNESS if own == 1 else own)
+
+
+@contextmanager
+def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
+    """Restore a patched model's norms on exit, or with `only_on_error` after an exception only.
+
+    The model is in eval mode for the duration.
+    """
+    reshard(model)
+    training = model.training
+    model.eval()
+    scheme, norms = model.config.scheme, named_norms(model)
+    powers = {key: norm.mean_power() if norm.knee else 1.0 for key, norm in norms.items()}
+    values = [(p, p.detach().clone()) for norm in norms.values() for p in norm.parameters()]
+    rests = [(norm, norm._buffers.get("rest")) for norm in norms.values()]  # of gains in 16 bits, see `set_knee`
+    restore = True
+    try:
+        yield
+        restore = not only_on_error
+    finally:
+        if restore:
+            reshard(model)
+            apply_knee(model, scheme.knee, powers, scheme.sharpness)
+            with torch.no_grad():
+                for parameter, value in values:
+                    parameter.copy_(value)
+            for norm, rest in rests:
+                norm._buffers.pop("rest", None)
+                if rest is not None:
+                    norm.register_buffer("rest", rest, persistent=False)
+        model.train(training)

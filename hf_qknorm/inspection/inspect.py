@@ -1,0 +1,210 @@
+"""`inspect_model`: measure a model's attention, try schemes and knees on it, and advise a scheme."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any, Final
+
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from hf_qknorm.calibration.knees import KNEES, LIMIT, MARGIN, tried_knees
+from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.families import family_of
+from hf_qknorm.files.untrusted import check_positive
+from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
+from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials
+from hf_qknorm.measure import text
+from hf_qknorm.measure.bounds import largest_gains, logit_bounds, worst_bound
+from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.logit_statistics import CAP
+from hf_qknorm.measure.measured_checkpoint import loaded_with_text
+from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.model.derived import QKNormModel
+from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.reports.records import Prediction
+from hf_qknorm.scheme import SCHEMES, Scheme
+
+JUDGED: Final = 8  # of so many sequences one judges schemes and knees
+SWEPT: Final = tuple(knee for knee in KNEES if knee >= 1)
+
+
+def inspect_model(
+    model: PreTrainedModel,
+    data: Any,
+    *,
+    tokenizer: Any = None,
+    max_tokens: int = 16_384,
+    batch_size: int = 8,
+    length: int | None = None,
+    cap: float | None = None,
+) -> Inspection:
+    """Measure the attention of a model, patched or not, on `data` (as for `calibrate`), and advise a scheme.
+
+    The model is left as it was. Shares of large logits are relative to `cap`, by default the model's own cap, or 50. An
+    unpatched model is also measured with the schemes that may suit it, and with the knees that `calibrate` tries, on an
+    eighth of the sequences: in all this takes about four forward passes.
+
+    Raises ValueError for a model that can't be patched, data with fewer than 16 tokens to predict, a cap that is not a
+    finite number > 0, a length that is not possible, and logits that are not finite.
+
+    >>> found = qk.inspect_model(model, texts, max_tokens=1024)
+    >>> found.base.kl, found.scheme is None, found.tokens <= 1024
+    (0.0, True, True)
+    """
+    if cap is not None:
+        check_positive(cap, "cap")
+    require_causal(model.config)
+    batches = text.batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
+    text.check_batches(batches, model.config)
+    model_type = model.config.model_type
+    unpatched = not isinstance(model, QKNormModel)
+    with _evaluating(model):
+        with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
+            found = replace(_measure(model, batches, cap, compared=not unpatched), model_type=model_type)
+        if unpatched and found.base is not None:
+            judged = _judged(batches)
+            kept: list[ModelOutput] = []  # of the unpatched model
+            found = replace(found, trials=_scheme_trials(model, judged, found, kept, found.base.loss))
+            found = replace(found, knees=_knee_trials(model, judged, found, kept))
+    return replace(found, advice=advise(found))
+
+
+def inspect_checkpoint(
+    checkpoint: str,
+    *,
+    texts: str | None = None,
+    tokens: int = 16_384,
+    length: int | None = None,
+    cap: float | None = None,
+) -> Inspection:
+    """`inspect_model` for a checkpoint (a folder or a Hub name) and `texts` (a source for `load_text`).
+
+    If the checkpoint does not fit into memory, layers are read from the disk in each forward pass.
+
+    Raises, before the weights are read, FileNotFoundError for a folder or a text that does not exist, OSError without a
+    tokenizer, and ValueError for pickled or broken weights, a model that is not supported or no causal language model,
+    an impossible cap or length, and too little text.
+    """
+    if cap is not None:
+        check_positive(cap, "cap")
+    text.check_text(texts)
+    with open_source(checkpoint) as source:
+        if not isinstance(source.config, QKNormConfig):
+            family_of(source.config)
+        length = text.sequence_length(source.config, length)
+        with loaded_with_text(source, texts, tokens, length) as (model, batch, sequences):
+            return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences, length=length)
+
+
+def _measure(model: Any, batches: Batches, cap: float | None, *, compared: bool) -> Inspection:
+    """The numbers of a patched model, and its predictions unpatched and patched, from one or two passes.
+
+    If not `compared`, the scheme changes nothing, and the model counts as unpatched.
+    """
+    first, scheme = next(iter(patched_layers(model).values())), model.config.scheme
+    cap = cap or first.softcap or CAP
+    base, own, _, layers = evaluate(model, batches, cap, compared=compared)
+    for name, layer in layers.items():
+        if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
+            raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
+    bounds, gains = logit_bounds(model), largest_gains(model)
+    return Inspection(
+        model=model.name_or_path or type(model).__name__,
+        model_type=model.config.model_type,
+        tokens=sum(batch["input_ids"].numel() for batch in batches),
+        length=text.longest_sequence(batches),
+        context=text.context_length(model.config),
+        cap=cap,
+        layers={
+            name: replace(layer, bound=bounds[name], gain_q=gains[name][0], gain_k=gains[name][1])
+            for name, layer in layers.items()
+        },
+        scheme=scheme if compared else None,
+        base=base if compared else own,
+        patched=own if compared else None,
+        normed=first.has_own_norms or None not in (scheme.q, scheme.k),
+        latent=first.family.latent,
+        own_cap=first.softcap,
+    )
+
+
+def _judged(batches: Batches) -> Batches:
+    """An eighth of the sequences, at least one."""
+    rows = [(batch, i) for batch in batches for i in range(len(batch["input_ids"]))]
+    return [{name: x[i : i + 1] for name, x in batch.items()} for batch, i in rows[::JUDGED]]
+
+
+def _scheme_trials(
+    model: PreTrainedModel, batches: Batches, found: Inspection, kept: list[ModelOutput], loss: float
+) -> dict[Scheme, Prediction]:
+    """The predictions of an unpatched model with each scheme that may suit it, with fresh gains.
+
+    The losses are those of all of the text: `loss`, the unpatched model's, and the rise on these batches.
+    """
+    caps = (found.cap, wide_cap(found.largest, found.cap)) if found.own_cap is None else ()
+    schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
+    schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if not found.normed else []
+    trials = {}
+    for scheme in schemes:
+        with _patched(model, scheme):
+            base, patched = predictions(model, batches, kept)
+        if base is not None and patched is not None:
+            trials[scheme] = replace(patched, loss=loss + patched.loss - base.loss)
+    return trials
+
+
+def _knee_trials(
+    model: PreTrainedModel, batches: Batches, found: Inspection, kept: list[ModelOutput]
+) -> KneeTrials | None:
+    """Costs and bounds of knees on an unpatched model; None if its queries and keys can't be normed.
+
+    Gains follow from two numbers a layer, so the batches that judge set them too. The sweep ends at the knee that
+    `calibrate` would set, or at the first beyond it that costs hardly less than the one before.
+    """
+    scheme = knee_scheme(found)
+    if family_of(model.config).refusal(model.config, scheme) is not None:
+        return None
+    trials: list[KneeTrial] = []
+    with _patched(model, scheme):
+        base, fresh = predictions(model, batches, kept)
+        if base is None or fresh is None:
+            return None
+        with tried_knees(model, batches, batches, SWEPT, kept) as predicted:
+            for knee in SWEPT:
+                at = predicted(knee)
+                trials.append(KneeTrial(knee, at.loss - base.loss, at.kl, worst_bound(model)))
+                tried = KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
+                if knee >= MARGIN * tried.least and trials[-2].cost - trials[-1].cost <= LIMIT / 10:
+                    break
+    return tried
+
+
+@contextmanager
+def _evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Eval mode for the duration, without warnings: trials patch the model and undo it, so no one can act on them."""
+    logger = logging.getLogger("hf_qknorm")
+    training, level = model.training, logger.level
+    model.eval()
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        model.train(training)
+        logger.setLevel(level)
+
+
+@contextmanager
+def _patched(model: PreTrainedModel, scheme: Scheme) -> Iterator[None]:
+    """Patch an unpatched model for the duration, with an attention function that forms no T×S mask."""
+    patch_model(model, scheme, attn_implementation="hf_qknorm")
+    try:
+        yield
+    finally:
+        unpatch_model(model)

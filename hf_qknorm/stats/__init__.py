@@ -1,1 +1,0 @@
-"""Statistics of logits, predictions and the weights of heads, and the style of plots."""

@@ -1,0 +1,184 @@
+"""Calibration: gains in closed form, and refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_model
+from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, OPTConfig
+
+from hf_qknorm import Scheme, calibrate, patch_model, set_blend
+from hf_qknorm.measure.text import default_length
+from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.record import drop_record
+from hf_qknorm.ops.reference import head_norm
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+GAINS = {
+    "shared": Scheme(q="rms", k="rms", v="rms"),
+    "shared, bias": Scheme(q="rms", k="layer", bias=True),
+    "per head": Scheme(q="rms", k="lp", p=3, gain="per_head"),
+    "per head, bias": Scheme(q="layer", k="layer", gain="per_head"),
+    "scalar": Scheme(q="rms", v="l2", gain="scalar"),
+}
+
+
+def _projections(model, batches):
+    """q, k and v of every layer, `[N, H, D]` in fp64, through the unpatched model."""
+    seen = {}
+    hooks = []
+    for name, layer in patched_layers(model).items():
+        for field in ("q", "k", "v"):
+            norm = layer._modules.get(f"{field}_norm")
+            if norm is not None:
+                hook = norm.register_forward_pre_hook(
+                    lambda module, args, key=(name, field): seen.setdefault(key, []).append(args[0].flatten(0, 1))
+                )
+                hooks.append(hook)
+    with torch.no_grad(), as_unpatched(model):
+        for batch in batches:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return {key: torch.cat(parts).double() for key, parts in seen.items()}
+
+
+@pytest.mark.parametrize("scheme", GAINS.values(), ids=GAINS)
+def test_moments_are_the_least_squares_fit(scheme):
+    model = patch_model(tiny_model("llama"), scheme)
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
+    calibrate(model, batches, method="moments")
+    for (name, field), x in _projections(model, batches).items():
+        norm = getattr(patched_layers(model)[name], f"{field}_norm")
+        n = head_norm(x, norm.norm, eps=norm.eps, p=norm.p)
+        gain = norm.weight.detach().double()
+        bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double()
+        residual = gain * n + bias - x
+        axes = {2: (0,), 1: (0, 1) if norm.weight.numel() > 1 else (0, 1, 2)}[norm.weight.dim()]
+        # at the optimum the residual is orthogonal to the factors of the parameters
+        scale = (n * x).abs().sum(axes)
+        assert ((residual * n).sum(axes).abs() <= 1e-5 * scale).all()
+        if norm.bias is not None:
+            assert (residual.sum(axes).abs() <= 1e-5 * x.abs().sum(axes)).all()
+
+
+def test_sums_add_up_over_batches_and_leave_padding_out():
+    inputs = tokens(4, 12)
+    whole = patch_model(tiny_model("llama"), "qk_norm")
+    calibrate(whole, [inputs], method="moments")
+    split = patch_model(tiny_model("llama"), "qk_norm")
+    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), inputs[2:]], dim=1)
+    mask = torch.cat([torch.zeros(2, 5), torch.ones(2, 12)], dim=1).long()
+    position_free = [{"input_ids": inputs[:2]}, {"input_ids": padded, "attention_mask": mask}]
+    calibrate(split, position_free, method="moments")
+    for name, value in whole.state_dict().items():
+        if "_norm." in name and "self_attn" in name:
+            torch.testing.assert_close(split.state_dict()[name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["henry", "lp"])
+def test_a_scalar_gain_includes_queries_keys_and_scale(name):
+    model = patch_model(tiny_model("llama"), name)
+    batches = [{"input_ids": tokens(2, 20)}]
+    calibrate(model, batches, method="moments")
+    projections = _projections(model, batches)
+    for layer_name, layer in patched_layers(model).items():
+        sides = []
+        for field in ("q", "k"):
+            x = projections[layer_name, field]
+            n = head_norm(x, layer.q_norm.norm, eps=layer.q_norm.eps, p=layer.q_norm.p)
+            sides.append((n * x).sum() / (n * n).sum())
+        expected = sides[0] * sides[1] * layer.scaling / layer.scheme.scale
+        torch.testing.assert_close(layer.q_norm.weight.double().squeeze(), expected, rtol=1e-5, atol=0)
+        assert layer.k_norm.weight is None
+
+
+def test_ones_restores_fresh_gains_and_the_mode():
+    model = patch_model(tiny_model("llama"), "qk_norm_cap").train()
+    batches = [tokens(2, 20)]
+    calibrate(model, batches, method="moments")
+    report = calibrate(model, batches, method="ones")
+    assert model.training
+    assert report.loss == report.fresh_loss
+    assert all((layer.q_norm.weight == 1).all() for layer in patched_layers(model).values())
+
+
+@pytest.mark.parametrize(
+    ("config", "length"),
+    [
+        (LlamaConfig(max_position_embeddings=4096), 256),
+        (LlamaConfig(max_position_embeddings=128), 128),
+        (GPT2Config(n_positions=1024), 512),
+        (GPT2Config(n_positions=512), 256),
+        (GPT2Config(n_positions=200), 200),
+        (OPTConfig(max_position_embeddings=8192), 1024),
+        (BloomConfig(), 256),
+    ],
+)
+def test_sequences_are_longer_where_positions_are_learned(config, length):
+    assert default_length(config) == length
+
+
+def test_refusals():
+    model = tiny_model("llama")
+    batches = [tokens(2, 8)]
+    with pytest.raises(ValueError, match="is not patched: call patch_model"):
+        calibrate(model, batches)
+    blended = patch_model(tiny_model("llama"), "qk_norm")
+    set_blend(blended, 0.5)
+    with pytest.raises(ValueError, match="this model is in a blend: calibrate it before"):
+        calibrate(blended, batches)
+    with pytest.raises(ValueError, match="text needs a tokenizer, and this model has no name"):
+        calibrate(patch_model(tiny_model("llama"), "qk_norm"), ["text"])
+
+
+@pytest.mark.parametrize("method", ["magic", "fit", "fit_qk"])
+def test_an_unknown_method_is_refused_with_the_way_out(method):
+    with pytest.raises(ValueError, match=rf"'{method}': expected one of ones, moments\. Leave it out .* as knee=16"):
+        calibrate(patch_model(tiny_model("llama"), "qk_norm"), [tokens(2, 8)], method=method)
+
+
+def test_offloaded_gains_are_refused_before_anything_runs(tmp_path):
+    patch_model(tiny_model("llama"), "qk_norm").save_pretrained(tmp_path)
+    parts = ("model.embed_tokens", "model.layers.0", "model.norm", "model.rotary_emb", "lm_head")
+    places = dict.fromkeys(parts, "cpu") | {"model.layers.1": "disk"}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, device_map=places, offload_folder=tmp_path / "weights")
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    with pytest.raises(ValueError, match=r"model.layers.1.self_attn.q_norm are offloaded.*convert_checkpoint"):
+        calibrate(model, [tokens(2, 20)])
+    assert not passes
+
+
+def test_bf16_gains_stay_bf16():
+    model = patch_model(tiny_model("llama").bfloat16(), "qk_norm")
+    calibrate(model, [tokens(2, 20)], method="moments")
+    gains = [layer.q_norm.weight for layer in patched_layers(model).values()]
+    assert all(gain.dtype == torch.bfloat16 and (gain != 1).any() for gain in gains)
+
+
+def test_calibration_changes_the_norms_alone_and_leaves_no_attributes_behind_but_the_report():
+    model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap").train()
+    model.lm_head.weight.requires_grad_(False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
+    calibrate(model, [tokens(8, 32, seed) for seed in range(12)], method="moments")
+    drop_record(model)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if "q_norm" in name or "k_norm" in name}
+    assert attributes == {name: sorted(vars(module)) for name, module in model.named_modules()}
+    assert model.training
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("scheme", ["soft_cap", "none", Scheme(q="rms", k="rms", gain="none")])
+def test_a_scheme_without_gains_has_nothing_to_calibrate(scheme):
+    model = patch_model(tiny_model("llama"), scheme)
+    report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)])
+    assert report.loss == report.fresh_loss
+    assert str(report).startswith("moments: loss ")

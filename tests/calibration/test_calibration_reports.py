@@ -1,0 +1,128 @@
+"""The reports of calibrations: their numbers, names, gains and bounds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from tables import MODEL_TYPES
+from tiny import tiny_model
+
+from hf_qknorm import Calibration, Scheme, calibrate, patch_model
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.families import FAMILIES
+from hf_qknorm.measure.bounds import logit_bound
+from hf_qknorm.measure.predictions import evaluate
+from hf_qknorm.model.attention import as_unpatched, patched_layers
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def made(scheme: str | Scheme = "qk_norm_cap", method: str = "moments", family: str = "llama") -> Calibration:
+    """The report of a small calibration."""
+    model = patch_model(tiny_model(family, initializer_range=0.2), scheme)
+    return calibrate(model, [tokens(2, 20, seed) for seed in range(3)], method=method)
+
+
+@pytest.mark.parametrize("family", MODEL_TYPES)
+def test_json_round_trip(family, tmp_path):
+    report = made("soft_cap" if FAMILIES[family].own_norms else "qk_norm_cap", family=family)
+    assert Calibration.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    report.save(tmp_path / "report.json")
+    assert Calibration.from_dict(json.loads((tmp_path / "report.json").read_text())) == report
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_reports_name_hub_repositories_and_no_local_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("a line of text " * 100)
+    monkeypatch.setattr("hf_qknorm.measure.text._dataset_texts", lambda name: iter(["some text " * 100]))
+    model = patch_model(tiny_model("llama", vocab_size=300), "qk_norm")
+    tokenizer = byte_tokenizer()
+
+    def names(data: object) -> tuple[str | None, str | None]:
+        report = calibrate(model, data, method="ones", tokenizer=tokenizer, max_tokens=256)
+        return report.base_model, report.dataset
+
+    assert names("owner/corpus") == (None, "owner/corpus")
+    assert names("corpus.txt") == names(str(tmp_path / "corpus.txt")) == names(["text " * 50]) == (None, None)
+    model.name_or_path = "owner/llama"  # not loaded from the Hub: it may be the name of a local folder
+    assert names("corpus.txt") == (None, None)
+    model.config._commit_hash = "0" * 40
+    assert names("corpus.txt") == ("owner/llama", None)
+    model.name_or_path = str(tmp_path)
+    assert names("corpus.txt") == (None, None)
+
+
+def test_reports_count_the_tokens_of_the_evaluation():
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)], method="ones")
+    assert (report.tokens, report.judged) == (160, 40)
+    report = calibrate(model, [tokens(2, 20)], method="ones")
+    assert (report.tokens, report.judged) == (40, 40)
+
+
+def test_reports_have_statistics_before_and_after_and_gains():
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
+    model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", gain="per_head"))
+    report = calibrate(model, batches, method="moments")
+    with as_unpatched(model):
+        before = evaluate(model, batches[:1], 50.0, compared=False).after  # of three batches, one is for the evaluation
+    after = evaluate(model, batches[:1], 50.0, compared=False).after
+    assert list(report.layers) == list(patched_layers(model))
+    for name, layer in patched_layers(model).items():
+        got = report.layers[name]
+        assert (got.before, got.after) == (before[name], after[name])
+        assert got.before != got.after
+        for gains, norm in ((got.gain_q, layer.q_norm), (got.gain_k, layer.k_norm)):
+            assert gains == pytest.approx(norm.weight.detach().double().pow(2).mean(-1).sqrt().tolist())
+    assert (report.base.kl, report.base.agreement) == (0, 1)
+    assert report.ones.kl > report.chosen.kl > 0
+    assert report.scheme == model.config.scheme
+
+
+def test_reports_have_bounds_and_shares_beyond_the_knee():
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
+    model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", knee=1.0))
+    report = calibrate(model, batches, method="moments")
+    after = evaluate(model, batches[:1], 50.0, compared=False).after
+    for name, layer in patched_layers(model).items():
+        got = report.layers[name]
+        assert got.bound == logit_bound(layer) > max(got.after.max_logit)
+        assert (got.after.beyond_q, got.after.beyond_k) == (after[name].beyond_q, after[name].beyond_k)
+        assert (len(got.after.beyond_q), len(got.after.beyond_k)) == (4, 2)
+        assert (got.before.beyond_q, got.before.beyond_k) == (None, None)
+    assert report.bound == max(layer.bound for layer in report.layers.values())
+    assert f"|logit| ≤ {report.bound:.1f} for any input" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "q", "k"), [("qk_norm", 4, 2), ("henry", 4, None), ("q_norm", 4, None), ("soft_cap", None, None)]
+)
+def test_reports_have_a_gain_per_head(scheme, q, k):
+    for layer in made(scheme).layers.values():
+        assert (layer.gain_q and len(layer.gain_q), layer.gain_k and len(layer.gain_k)) == (q, k)
+        assert (len(layer.after.rms_q), len(layer.after.rms_k)) == (4, 2)
+
+
+def test_without_a_language_modelling_head_there_are_no_predictions():
+    model = patch_model(tiny_model("llama").base_model, "qk_norm")
+    report = calibrate(model, [tokens(2, 20)], method="moments")
+    assert (report.base, report.ones, report.chosen, report.loss, report.kl, report.kept) == (None,) * 6
+    change = f"hidden states change by {report.output_error:.2%}"
+    assert str(report) == f"moments: gains from 40 tokens; {change}; |logit| ≤ {report.bound:.1f} for any input"
+    assert "perplexity" not in report.table()
+    assert "layers.0.self_attn" in report.table()
+    assert Calibration.from_dict(report.to_dict()) == report
+
+
+def test_shares_are_relative_to_the_schemes_cap():
+    assert made("qk_norm").cap == 50
+    report = made(Scheme(q="rms", k="rms", softcap=2.0))
+    assert report.cap == 2
+    assert any(share > 0 for layer in report.layers.values() for share in layer.before.over_cap)
+    assert "> 1 " in report.table()

@@ -1,0 +1,282 @@
+"""Gains for every knee from one pass, and the search for the smallest knee that keeps the predictions."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny import tiny_model
+
+from hf_qknorm import Scheme, calibrate, patch_model
+from hf_qknorm.calibration import knees
+from hf_qknorm.calibration.gains import ClosedFormGains, NormSums, mean_powers, named_norms
+from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, search_knee, tried_knees, with_margin
+from hf_qknorm.measure.distributed import ONE_PROCESS
+from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.reports.records import Prediction
+
+ORDERS = {"rms": 2.0, "layer": 2.0, "l2": 2.0, "lp": 3.0}
+
+
+def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def batches(count: int) -> list[dict[str, torch.Tensor]]:
+    return [{"input_ids": tokens(2, 20, seed)} for seed in range(count)]
+
+
+def inputs_of(model, data) -> dict[tuple[str, str], torch.Tensor]:
+    """The inputs of each norm in the unpatched model, `[N, H, D]` in fp64."""
+    seen: dict[tuple[str, str], list[torch.Tensor]] = {key: [] for key in named_norms(model)}
+    hooks = [
+        norm.register_forward_pre_hook(lambda _, args, key=key: seen[key].append(args[0].flatten(0, 1).double()))
+        for key, norm in named_norms(model).items()
+    ]
+    with torch.no_grad(), as_unpatched(model):
+        for batch in data:
+            model(**batch)
+    for hook in hooks:
+        hook.remove()
+    return {key: torch.cat(parts) for key, parts in seen.items()}
+
+
+def heads(count: int, spread: float = 1.0, seed: int = 0) -> torch.Tensor:
+    """Vectors `[N, 2, 16]` whose lengths vary by a factor of ten and more, with a mean."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 2, 16, dtype=torch.float64, generator=generator) + 0.3
+    return x * spread * (2.0 * torch.rand(count, 2, 1, dtype=torch.float64, generator=generator)).exp()
+
+
+@pytest.mark.parametrize("expected", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize("norm", NORMS)
+def test_interpolated_sums_are_those_of_the_norm_at_any_knee(norm, expected):
+    scheme = Scheme(q=norm, p=ORDERS[norm])
+    x = heads(200)
+    module = HeadNorm(norm, scheme, 2, 16)
+    y = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+    power = float(y.abs().pow(module.order).mean())
+    found = NormSums(module, KNEES, expected * power)
+    for part in x.split(64):
+        found.add(part)
+    assert found.power.value == pytest.approx(power, rel=1e-12)
+    for knee in (0.0, 0.5, 1.7, 4.0, 32.0):
+        module.set_knee(knee, power)
+        n = head_norm(x, norm, eps=module.eps, p=module.p)
+        exact = [(n * n).sum(0), (n * x).sum(0), n.sum(0), x.sum(0)]
+        scale = [(n * n).sum(0), (n * x).abs().sum(0), n.abs().sum(0), x.abs().sum(0)]
+        for got, want, size in zip(found.at(knee), exact, scale, strict=False):
+            assert ((got - want).abs() <= (1e-4 if knee else 1e-6) * size).all(), knee
+
+
+def test_a_text_with_another_power_than_expected_takes_a_second_pass():
+    model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms"))
+    data = batches(3)
+    right = mean_powers(model, data)
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    once = ClosedFormGains(model, data, right, (4.0,))
+    assert len(passes) == 3
+    twice = ClosedFormGains(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
+    assert len(passes) == 9
+    assert twice.powers == once.powers == pytest.approx(right)
+    for key, found in once.sums.items():
+        for got, want in zip(twice.sums[key].at(4.0), found.at(4.0), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm", "henry", "lp", Scheme(q="layer", k="l2", v="rms", gain="per_head")])
+def test_a_fixed_knee_is_relative_to_the_mean_power_of_the_whole_text(scheme):
+    model = patch_model(tiny_model("llama"), scheme)
+    data = batches(9)
+    report = calibrate(model, data, knee=4)
+    assert report.scheme.knee == model.config.scheme.knee == 4
+    assert report.knees == {}
+    for key, x in inputs_of(model, data).items():
+        norm = named_norms(model)[key]
+        y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
+        assert norm.mean_power() == pytest.approx(float(y.abs().pow(norm.order).mean()), rel=1e-5)
+        assert float(norm.eps) ** (norm.order / 2) == pytest.approx(
+            4 * norm.mean_power() + norm.scheme_eps ** (norm.order / 2)
+        )
+
+
+@pytest.mark.parametrize("count", [10, 17, 20, 40])
+def test_the_default_takes_at_most_twice_the_forward_passes(count):
+    model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm")
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(None))
+    calibrate(model, batches(count))
+    assert len(passes) <= 2 * count
+
+
+class Recorded:
+    """A stand-in for `ClosedFormGains`: records the knees, and predicts by a function of the knee."""
+
+    model, ranks = None, ONE_PROCESS
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, predicted: Callable[[float], Prediction]) -> None:
+        self.tried: list[float] = []
+        monkeypatch.setattr(knees, "predictions", lambda *_: (BASE, predicted(self.tried[-1])))
+
+    def apply(self, knee: float) -> None:
+        self.tried.append(knee)
+
+
+BASE = Prediction(2.0)
+
+
+@pytest.mark.parametrize("by", ["loss", "kl"])
+@pytest.mark.parametrize("most", [None, 0.02, 0.2])
+@pytest.mark.parametrize("first", range(len(KNEES)))
+def test_the_search_ends_above_the_smallest_knee_that_keeps_loss_and_predictions(first, most, by, monkeypatch):
+    limit = LIMIT if most is None else most
+    costs = {knee: limit * (0.9 if i >= first else 1.1) for i, knee in enumerate(KNEES)}
+
+    def predicted(knee: float) -> Prediction:
+        return Prediction(2.0 + costs[knee]) if by == "loss" else Prediction(1.9, kl=costs[knee])
+
+    found = Recorded(monkeypatch, predicted)
+    tried = search_knee(found, [], BASE, most)
+    chosen = with_margin(KNEES[first])
+    assert found.tried[-1] == chosen
+    assert tried[KNEES[first]] == predicted(KNEES[first])
+    assert tried[chosen] == predicted(chosen)
+    assert len(tried) <= 5
+    assert [*tried] == sorted(tried)
+
+
+def test_the_margin_is_half_of_the_knee():
+    found = {knee: with_margin(knee) for knee in (0.0, 0.5, 1.0, 2.0, 3.0, 32.0)}
+    assert found == {0.0: 0.0, 0.5: 1.0, 1.0: 1.5, 2.0: 3.0, 3.0: 6.0, 32.0: 32.0}
+    assert with_margin(2.0, (0.0, 2.0, 8.0)) == 8.0
+
+
+@pytest.mark.parametrize("own", [1, 4])
+def test_a_search_sets_sharp_norms_that_keep_the_mean_length(own):
+    scheme = Scheme(q="rms", k="lp", p=3.0, gain="per_head", bias=True, sharpness=own)
+    model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
+    data = batches(12)
+    report = calibrate(model, data, max_loss_increase=1e-3)
+    found = model.config.scheme
+    assert report.scheme == found
+    assert found.knee >= 1
+    assert found.sharpness == (SHARPNESS if own == 1 else own)
+    for norm in named_norms(model).values():
+        assert norm.sharpness == found.sharpness
+        assert not norm.bias.any()
+        power = norm.mean_power()
+        x = torch.randn(3, norm.head_dim, dtype=torch.float64)
+        x = x * (power / x.abs().pow(norm.order).mean(-1, keepdim=True)) ** (1 / norm.order)
+        torch.testing.assert_close(norm(x[:, None].expand(-1, len(norm.weight), -1))[:, 0], x, rtol=1e-5, atol=0)
+
+
+def test_if_all_knees_cost_too_much_the_smallest_near_the_lowest_cost_is_set(monkeypatch, caplog):
+    found = Recorded(monkeypatch, lambda knee: Prediction(2.3 + 0.004 / (1 + knee), kl=0.1))
+    with caplog.at_level(logging.WARNING, logger="hf_qknorm"):
+        search_knee(found, [], BASE, None)
+    assert found.tried[-1] == 0
+    assert "no knee costs less than 0.0050 nats: 32 costs 0.3001 (loss 2.3001 over 2.0000)" in caplog.text
+    with pytest.raises(ValueError, match=r"the knee 32 costs 0.3001 nats .* more than max_loss_increase=0.01"):
+        search_knee(found, [], BASE, 0.01)
+
+
+@pytest.mark.parametrize("start", [0.0, 2.0])
+def test_an_error_or_an_interrupt_restores_the_norms(start, monkeypatch):
+    model = patch_model(tiny_model("llama", initializer_range=0.3), Scheme(q="rms", k="layer", knee=start))
+    calibrate(model, batches(3), "moments")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    scheme = model.config.scheme
+    with pytest.raises(ValueError, match="max_loss_increase=-1"):
+        calibrate(model, batches(9), knee="auto", max_loss_increase=-1)
+    with pytest.raises(ValueError, match="the loss rises by .* more than max_loss_increase=-1"):
+        calibrate(model, batches(9), knee=8, max_loss_increase=-1)
+    calls = []
+
+    def interrupt(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+
+    hook = model.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(model, batches(9), knee="auto")
+    hook.remove()
+    assert model.config.scheme == scheme
+    assert all(layer.scheme == scheme for layer in patched_layers(model).values())
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(after[name], value, rtol=1e-6, atol=0, msg=name)
+
+
+def test_trials_set_every_knee_and_leave_the_model_as_it_was():
+    model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
+    data = batches(4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with tried_knees(model, data[1:], data[:1]) as predicted:
+        for knee in KNEES:
+            own = predicted(knee)
+            assert model.config.scheme.knee == knee
+            assert math.isfinite(own.loss)
+            assert own.kl >= 0
+    assert model.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_knee_is_searched_only_without_method_and_knee():
+    def knee_of(scheme, *arguments, **options):
+        model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
+        report = calibrate(model, batches(8), *arguments, **options)
+        held = {norm.knee for layer in patched_layers(model).values() for norm in head_norms(layer).values()}
+        assert held <= {report.scheme.knee}
+        return report.scheme.knee, bool(report.knees)
+
+    knee, searched = knee_of("qk_norm")
+    assert searched
+    assert knee_of(Scheme(q="rms", k="rms", knee=2)) == (2, False)
+    assert knee_of(Scheme(q="rms", k="rms", knee=2), knee=0) == (0, False)
+    assert knee_of(Scheme(q="rms", k="rms", knee=2), knee="auto") == (knee, True)
+    assert knee_of("qk_norm", "moments") == (0, False)
+    assert knee_of("qk_norm", "moments", knee=4) == (4, False)
+    assert knee_of("qk_norm", "ones", knee=4) == (4, False)
+    assert knee_of("qkv_norm") == (0, False)
+    assert knee_of("soft_cap") == (0, False)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"knee": "best"}, "knee='best': expected a number ≥ 0, \"auto\", or None"),
+        ({"knee": -1}, r"Scheme\(knee=-1\) is not possible"),
+        ({"knee": math.nan}, r"Scheme\(knee=nan\) is not possible"),
+        ({"method": "ones", "knee": "auto"}, 'name another method than "ones"'),
+        ({"max_loss_increase": math.inf}, "max_loss_increase=inf is no limit"),
+    ],
+)
+def test_impossible_knees_are_refused_by_name(options, error):
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    with pytest.raises(ValueError, match=error):
+        calibrate(model, batches(2), **options)
+
+
+def test_a_model_whose_loss_is_not_finite_is_refused():
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    with torch.no_grad():
+        model.lm_head.weight[3, 0] = torch.nan
+    with pytest.raises(
+        ValueError, match=r"the loss with a knee of 32 is nan \(unpatched nan\), expected finite numbers"
+    ):
+        calibrate(model, batches(2))
+
+
+def test_schemes_without_a_knee_are_refused():
+    with pytest.raises(ValueError, match="a norm with a knee keeps part of the scale"):
+        calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)

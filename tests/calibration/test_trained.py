@@ -1,0 +1,142 @@
+"""Conversions of trained models keep the loss: of a small one trained here, and of the shared checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from seeds import fixed
+from slow import slow_but
+from tiny import tiny_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from hf_qknorm import Scheme, calibrate, patch_model, set_blend
+from hf_qknorm.demo.training import byte_tokenizer, mean_loss, train
+from hf_qknorm.measure.text import load_text, sample_batches, tokenize
+
+QK = {"q": "auto", "k": "auto"}
+GAINS = {
+    "shared": Scheme(**QK),
+    "per head": Scheme(**QK, gain="per_head"),
+}
+MOMENTS, TOKENS = 24, 10  # batches: the closed form needs no more, a knee not even 20,000 tokens
+
+
+@pytest.fixture(scope="module")
+def small() -> tuple[PreTrainedModel, dict[str, list[Tensor]]]:
+    """Train a tiny Llama on the source of Python's library for some seconds; return it with batches of that text."""
+    ids = tokenize(byte_tokenizer(), load_text(limit=400_000))
+    cut = int(len(ids) * 0.9)
+    batches = {
+        "training": sample_batches(ids[:cut], 250, 8, 64, seed=1),
+        "calibration": sample_batches(ids[:cut], 32, 8, 64, seed=2),
+        "continued": sample_batches(ids[:cut], 60, 8, 64, seed=3),
+        "held out": sample_batches(ids[cut:], 8, 8, 64, seed=4),
+    }
+    torch.manual_seed(0)
+    model = tiny_model("llama", vocab_size=257, initializer_range=0.1)
+    train(model, batches["training"], rate=1e-2, warmup=20, decay=True, desc="training")
+    return model.eval(), batches
+
+
+def test_a_conversion_removes_most_of_the_jump(small):
+    base, batches = small
+    before = mean_loss(base, batches["held out"])
+    fresh = mean_loss(patch_model(copy.deepcopy(base), GAINS["per head"]), batches["held out"])
+    assert fresh > before + 0.05, "fresh gains raise the loss, or there is nothing to keep"
+    losses = {}
+    for method in ("moments", None):
+        model = patch_model(copy.deepcopy(base), GAINS["per head"])
+        report = calibrate(model, batches["calibration"], method=method)
+        losses[method] = mean_loss(model, batches["held out"])
+        assert report.loss - report.base_loss == pytest.approx(losses[method] - before, abs=0.05)
+    assert fresh > losses["moments"] > losses[None]
+    assert report.scheme.knee > 0
+    assert fresh - losses[None] > 0.95 * (fresh - before)
+
+
+def continued(model: PreTrainedModel, batches: list[Tensor], held_out: list[Tensor], **options: Any) -> list[float]:
+    """Train `model`, with its scheme blended in over the first half if `blend`; return held-out losses on the way."""
+    losses, blend, every = [], options["blend"], len(batches) // 6
+
+    def each_step(step: int) -> None:
+        if blend:
+            set_blend(model, min(step / (len(batches) / 2), 1.0))
+        if step % every == 0:
+            losses.append(mean_loss(model, held_out))
+
+    torch.manual_seed(0)
+    train(model, batches, rate=options["rate"], desc="continuing", each_step=each_step)
+    return losses
+
+
+def test_a_blend_of_a_trained_model_stays_near_its_control(small):
+    base, batches = small
+    data = batches["continued"], batches["held out"]
+    control = continued(copy.deepcopy(base), *data, rate=1e-3, blend=False)
+    model = patch_model(copy.deepcopy(base), "qk_norm")
+    calibrate(model, batches["calibration"], method="moments")
+    blended = continued(model, *data, rate=1e-3, blend=True)
+    assert blended[0] == pytest.approx(control[0], abs=1e-6)
+    assert max(ours - theirs for ours, theirs in zip(blended, control, strict=True)) < 0.05
+    assert "blend" not in str(model)
+
+
+class Trained:
+    """A shared trained checkpoint, and batches of its text."""
+
+    def __init__(self, shared: Any, family: str) -> None:
+        folder = shared / "checkpoints" / f"{family}-shakespeare"
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        text = load_text(str(shared / "data" / "tinyshakespeare.txt"))
+        cut = int(len(text) * 0.9)
+        seen, held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
+        self.calibration = sample_batches(seen, MOMENTS, 8, 256, seed=fixed(1))
+        self.continued = sample_batches(seen, 120, 8, 256, seed=fixed(2))
+        self.held_out = sample_batches(held_out, 6, 8, 256, seed=fixed(0))
+
+
+BASES = {"llama": (1.618, 2.599), "gpt2": (1.614, 2.083)}  # held-out loss before, and with fresh gains of RMS norms
+# The share of the jump that each method must remove. None searches.
+GATES = {
+    ("llama", "shared", None): 0.98,
+    ("gpt2", "shared", None): 0.98,
+    ("llama", "shared", "moments"): 0.60,
+    ("gpt2", "shared", "moments"): 0.47,
+    ("gpt2", "per head", "moments"): 0.59,
+}
+
+
+@pytest.mark.parametrize(("family", "gains", "method"), slow_but([("llama", "shared", None)], GATES))
+def test_how_much_of_the_jump_is_removed(shared, caplog, family, gains, method):
+    trained = Trained(shared, family)
+    base, fresh = BASES[family]
+    assert mean_loss(trained.model, trained.held_out) == pytest.approx(base, abs=1e-3)
+    with caplog.at_level(logging.WARNING, "hf_qknorm"):
+        patch_model(trained.model, GAINS[gains])
+    assert "calibrate(model, texts) restores it" in caplog.text
+    assert mean_loss(trained.model, trained.held_out) == pytest.approx(fresh, abs=1e-3)
+    data = trained.calibration if method else trained.calibration[:TOKENS]
+    report = calibrate(trained.model, data, method=method)
+    assert f"{report.kept:.1%} of the jump removed" in str(report)
+    removed = (fresh - mean_loss(trained.model, trained.held_out)) / (fresh - base)
+    assert removed >= GATES[family, gains, method]
+    assert removed == pytest.approx(report.kept, abs=0.05)
+
+
+@pytest.mark.slow
+def test_a_blend_ends_where_the_control_does(shared):
+    trained = Trained(shared, "llama")
+    control = continued(copy.deepcopy(trained.model), trained.continued, trained.held_out, rate=3e-4, blend=False)
+    patch_model(trained.model, "qk_norm")
+    calibrate(trained.model, trained.calibration, method="moments")
+    blended = continued(trained.model, trained.continued, trained.held_out, rate=3e-4, blend=True)
+    above = [ours - theirs for ours, theirs in zip(blended, control, strict=True)]
+    assert above[0] == pytest.approx(0, abs=1e-6)
+    assert max(above) <= 0.03
+    assert above[-1] <= 0.015

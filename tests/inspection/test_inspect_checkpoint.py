@@ -1,0 +1,118 @@
+"""`inspect_checkpoint`: inspections of checkpoints on the disk, and refusals in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from folders import configure, edit
+from tables import sharp_model
+
+from hf_qknorm import SCHEMES, Inspection, Scheme, patch_model
+from hf_qknorm.calibration.knees import KNEES
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.inspection.inspect import inspect_checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A small checkpoint with a tokenizer, and some text."""
+    folder = tmp_path / "checkpoint"
+    tokenizer = byte_tokenizer()
+    sharp_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    return folder
+
+
+def test_a_checkpoint_is_inspected_on_a_text(checkpoint):
+    text = checkpoint.parent / "text.txt"
+    found = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
+    assert isinstance(found, Inspection)
+    assert (found.tokens, found.length) == (512, 128)  # as far as its positions reach
+    assert found.model == str(checkpoint)
+    patched = patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm")
+    patched.save_pretrained(checkpoint)
+    again = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
+    assert again.scheme == SCHEMES["qk_norm"].resolve()
+    assert again.model_type == "qknorm_llama"
+
+
+def test_missing_files_are_named_in_one_line(checkpoint):
+    text = str(checkpoint.parent / "text.txt")
+    for name, message in (
+        (str(checkpoint.parent / "nowhere"), "nowhere is no folder: expected one with a checkpoint"),
+        ("./nowhere", "./nowhere is no folder: expected one with a checkpoint"),
+        ("no-such-model-anywhere", "no-such-model-anywhere is no folder here, and the download from the Hub failed"),
+        (str(checkpoint.parent), "config.json is missing: is this a checkpoint of transformers?"),
+    ):
+        with pytest.raises((OSError, ValueError), match=message) as error:
+            inspect_checkpoint(name, texts=text)
+        assert "\n" not in str(error.value)
+    with pytest.raises(FileNotFoundError, match="no such file or folder: ./none.txt"):
+        inspect_checkpoint(str(checkpoint), texts="./none.txt")
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
+    with pytest.raises(ValueError, match="bert has bidirectional attention"):
+        inspect_checkpoint(str(checkpoint), texts=text)
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    for path in checkpoint.glob("tokenizer*"):
+        path.unlink()
+    with pytest.raises((OSError, ValueError), match=f"{checkpoint}: ") as error:
+        inspect_checkpoint(str(checkpoint), texts=text)
+    assert "\n" not in str(error.value)
+    assert "tokenizer" in str(error.value)
+
+
+def _truncate(folder: Path) -> None:
+    data = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(data[:-100])
+
+
+# A damage to a checkpoint, and the line that reports it.
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (_truncate, r"model.safetensors is truncated or corrupted"),
+    "too many layers": (
+        lambda f: configure(f, num_hidden_layers=3),
+        r"model.safetensors: no entry for model.layers.2.self_attn.q_proj.weight .* \(num_hidden_layers=3",
+    ),
+    "no MLP": (
+        lambda f: edit(f, lambda t: [t.pop(name) for name in list(t) if ".mlp." in name]),
+        r"model.safetensors: no entry for model.layers.0.mlp.gate_proj.weight",
+    ),
+    "another shape": (
+        lambda f: configure(f, intermediate_size=80),
+        r"model.safetensors: model.layers.0.mlp.gate_proj.weight has shape \[96, 64\], expected \[80, 64\]",
+    ),
+    "wrong type": (lambda f: configure(f, hidden_size="many"), r"config.json can't be (read|used).*hidden_size"),
+    "impossible": (lambda f: configure(f, num_attention_heads=0), r"config.json"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("patched", [False, True])
+def test_damaged_checkpoints_are_reported_in_one_line(checkpoint, damage, patched):
+    if patched:
+        patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm").save_pretrained(checkpoint)
+    change, message = DAMAGE[damage]
+    change(checkpoint)
+    with pytest.raises(ValueError, match=message) as error:
+        inspect_checkpoint(str(checkpoint), texts=str(checkpoint.parent / "text.txt"), tokens=600)
+    assert "\n" not in str(error.value)
+
+
+def test_the_advice_for_a_trained_model(shared):
+    text = str(shared / "data" / "tinyshakespeare.txt")
+    found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), texts=text, tokens=2048)
+    assert found.advice.name == "qk_norm_cap"
+    assert found.risks[0].layer == "model.layers.3.self_attn"
+    assert found.risks[0].max_logit > 50
+    assert (
+        found.trials[SCHEMES["qk_norm"]].kl
+        > 10 * found.trials[SCHEMES["q_norm"]].kl
+        > 100 * found.trials[Scheme(softcap=50.0)].kl
+    )
+    assert 0 < found.knees.chosen.knee < KNEES[-1]
+    assert f"a knee of {found.knees.chosen.knee:g} for this scheme" in " ".join(found.table().split())

@@ -1,0 +1,264 @@
+"""The bound on a layer's logits: no input exceeds it, and some inputs come close."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tables import sharp_model
+from tiny import tiny_config, tiny_model
+from torch import Tensor
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm.families import known_families
+from hf_qknorm.measure.bounds import logit_bound, rotary_scale, worst_bound
+from hf_qknorm.measure.logit_statistics import logit_statistics
+from hf_qknorm.model.attention import as_unpatched, patched_layers, start_blend
+from hf_qknorm.model.knees import apply_knee
+from hf_qknorm.model.norms import HeadNorm
+
+NORMS = {
+    "rms": {},
+    "layer": {},
+    "layer with a bias": {"bias": True},
+    "l2": {},
+    "lp of 1.5": {"p": 1.5},
+    "lp of 3": {"p": 3.0},
+    "lp of 12": {"p": 12.0},
+}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+TOKENS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def scheme_of(name: str, gain: str = "shared", knee: float = 0.0) -> Scheme:
+    """The scheme of a row of `NORMS`."""
+    norm = name.split()[0]
+    return Scheme(q=norm, k=norm, gain=gain, knee=knee, **NORMS[name])
+
+
+def patched(scheme: Scheme, family: str = "llama", **settings) -> torch.nn.Module:
+    """A model with the scheme, random gains and biases, and different mean powers for a knee."""
+    model = patch_model(sharp_model(family, **settings), scheme)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for norm in (m for m in model.modules() if isinstance(m, HeadNorm)):
+            for parameter in norm.parameters():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            norm.set_knee(scheme.knee, 0.3)
+    return model
+
+
+def searched(q_norm: HeadNorm, k_norm: HeadNorm, heads: int, heads_kv: int, head_dim: int) -> float:
+    """The largest |q·k| that gradient ascent finds over the inputs of the two norms, at one position."""
+    generator = torch.Generator().manual_seed(2)
+    q, k = (torch.randn(64, 1, h, head_dim, generator=generator).requires_grad_() for h in (heads, heads_kv))
+    optimizer = torch.optim.Adam([q, k], lr=0.3)
+    for _ in range(150):
+        products = (q_norm(q) * k_norm(k).repeat_interleave(heads // heads_kv, 2)).sum(-1).abs()
+        optimizer.zero_grad()
+        (-products.sum()).backward()
+        optimizer.step()
+    with torch.no_grad():  # lengths beyond any knee
+        return float((q_norm(1e4 * q) * k_norm(1e4 * k).repeat_interleave(heads // heads_kv, 2)).sum(-1).abs().max())
+
+
+@pytest.mark.parametrize("knee", [0.0, 4.0])
+@pytest.mark.parametrize("gain", ["shared", "per_head"])
+@pytest.mark.parametrize("name", NORMS)
+def test_no_input_exceeds_the_bound(name, gain, knee):
+    scheme = scheme_of(name, gain, knee)
+    layer = next(iter(patched_layers(patched(scheme)).values()))
+    heads, heads_kv, head_dim = layer.family.style.heads(layer)
+    assert heads > heads_kv
+    bound = logit_bound(layer)
+    found = layer.logit_scale * searched(layer.q_norm, layer.k_norm, heads, heads_kv, head_dim)
+    assert 0.25 * bound < found <= bound * (1 + 1e-5)  # q and k are bounded separately and may not align
+
+
+ALTERNATING = torch.tensor([1.0, -1.0]).repeat(8)
+FIRST = torch.eye(16)[0]
+
+
+@pytest.mark.parametrize(
+    ("norm", "p", "direction", "gain"),
+    [
+        ("rms", 2.0, FIRST, torch.linspace(3.0, 1.0, 16)),
+        ("l2", 2.0, FIRST, torch.linspace(3.0, 1.0, 16)),
+        ("lp", 1.5, FIRST, torch.linspace(3.0, 1.0, 16)),
+        ("layer", 2.0, ALTERNATING, torch.full((16,), -1.7)),
+        ("lp", 3.0, ALTERNATING, torch.full((16,), -1.7)),
+        ("lp", 12.0, torch.linspace(3.0, 1.0, 16).pow(0.2), torch.linspace(3.0, 1.0, 16)),  # x ∝ g^(2/(p − 2))
+    ],
+)
+def test_some_vector_reaches_the_bound(norm, p, direction, gain):
+    """A vector in the channel of the largest gain reaches it; for p > 2 a vector with all channels."""
+    layer = next(iter(patched_layers(patched(Scheme(q=norm, k=norm, p=p, knee=4.0))).values()))
+    assert layer.family.style.heads(layer)[2] == 16
+    with torch.no_grad():
+        for part in (layer.q_norm, layer.k_norm):
+            part.weight.copy_(gain)
+            if part.bias is not None:
+                part.bias.zero_()
+        x = 1e4 * direction.view(1, 1, 1, -1)
+        found = layer.logit_scale * float((layer.q_norm(x) * layer.k_norm(x)).sum())
+    assert 0.99 * logit_bound(layer) <= found <= logit_bound(layer) * (1 + 1e-5)
+
+
+def test_each_query_head_has_the_bound_of_its_key_head():
+    layer = next(iter(patched_layers(patched(Scheme(q="rms", k="rms", gain="per_head"))).values()))
+    heads, heads_kv, head_dim = layer.family.style.heads(layer)
+    with torch.no_grad():
+        layer.q_norm.weight.fill_(1.0)
+        layer.k_norm.weight.fill_(1.0)
+        layer.q_norm.weight[0] = 5.0  # of key head 0
+        layer.k_norm.weight[1] = 3.0
+    assert (heads, heads_kv) == (4, 2)
+    assert logit_bound(layer) == pytest.approx(5.0 * head_dim * layer.logit_scale)
+
+
+def largest(model: torch.nn.Module, **inputs: Tensor) -> dict[str, float]:
+    """The largest |logit| of each layer."""
+    with torch.no_grad(), logit_statistics(model) as watched:
+        model(**inputs)
+    return {name: float(seen.max_logit.max()) for name, seen in watched.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "gpt2", "gpt_neox", "gemma2", "opt", "granite"])
+def test_logits_of_models_stay_below_the_bound(family):
+    model = patched(Scheme(q="layer", k="lp", p=3.0, gain="per_head", bias=True, knee=2.0), family)
+    seen = largest(model, input_ids=TOKENS)
+    for name, layer in patched_layers(model).items():
+        assert 0 < seen[name] < logit_bound(layer)
+    assert worst_bound(model) == max(map(logit_bound, patched_layers(model).values()))
+
+
+def longrope(head_dim: int) -> dict:
+    """LongRoPE's settings for a head."""
+    return LONG | {"short_factor": [1.0] * (head_dim // 2), "long_factor": [4.0] * (head_dim // 2)}
+
+
+def config_with(family: str, rope: dict) -> dict | None:
+    """Settings that give a tiny model of the family other rotary embeddings; None if it has none to change."""
+    known = getattr(tiny_config(family), "rope_parameters", None)
+    if not known or FAMILIES[family].refusal(tiny_config(family), SCHEMES["qk_norm"]):
+        return None
+    if "rope_type" in known:
+        return {"rope_parameters": {**known, **rope}}
+    return {"rope_parameters": {kind: old and {**old, **rope} for kind, old in known.items()}}
+
+
+ROTATED = [
+    family
+    for family in known_families()
+    if config_with(family, YARN)
+    and family
+    # an odd head dimension, angles within the layer, no maximum length
+    not in ("mimo_v2_flash", "moshi", "recurrent_gemma")
+]
+
+
+@pytest.mark.parametrize("family", ROTATED)
+def test_rotary_scale_is_the_factor_in_cos_and_sin(family):
+    """YaRN's factor, as in the cos and sin of each layer."""
+    settings = config_with(family, YARN)
+    if family in ("phi3", "phi4_multimodal"):
+        settings = config_with(family, longrope(16)) | {"original_max_position_embeddings": 16}
+    if family == "phimoe":
+        settings["rope_parameters"] |= {"short_mscale": 1.1, "long_mscale": 1.3}
+    model = patch_model(tiny_model(family, **settings), "none")
+    scales: dict[str, float] = {}
+    for name, layer in patched_layers(model).items():
+
+        def note(_, __, kwargs, name=name):
+            positions = kwargs.get("position_embeddings")
+            if isinstance(positions, tuple):
+                scales[name] = float((positions[0].square() + positions[1].square()).sqrt().max())
+            elif positions is not None:  # Llama 4's are complex
+                scales[name] = float(positions.abs().max())
+
+        layer.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        model(input_ids=TOKENS)
+    assert max(scales.values()) > 1.1
+    for name, layer in patched_layers(model).items():
+        turned = name in scales and layer.family.style.rotates(layer)
+        assert rotary_scale(layer) == pytest.approx(scales[name] if turned else 1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("rope", ["yarn", "longrope"])
+def test_the_bound_covers_scaled_rotary_embeddings(rope):
+    model = tiny_model("llama")
+    head_dim = model.config.head_dim
+    scaled = YARN if rope == "yarn" else longrope(head_dim)
+    plain, stretched = (
+        patch_model(tiny_model("llama", initializer_range=0.2, rope_parameters=parameters), "qk_norm")
+        for parameters in ({"rope_type": "default", "rope_theta": 1e4}, scaled)
+    )
+    factor = stretched.model.rotary_emb.attention_scaling
+    assert factor > 1.1
+    assert worst_bound(stretched) == pytest.approx(worst_bound(plain) * factor**2)
+    layer = stretched.model.layers[0].self_attn
+    with torch.no_grad():  # all tokens have the same parallel query and key, which reach the bound at angle 0
+        for projection in (layer.q_proj, layer.k_proj):
+            projection.weight.zero_()
+            projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
+    assert largest(stretched, input_ids=TOKENS)["model.layers.0.self_attn"] == pytest.approx(logit_bound(layer))
+
+
+@pytest.mark.parametrize("family", ["llama4_text", "ministral3"])
+def test_the_bound_covers_queries_scaled_by_position(family):
+    settings = {"use_qk_norm": False, "floor_scale": 4} if family == "llama4_text" else {}
+    model = patch_model(tiny_model(family, **settings), "qk_norm")
+    layers = patched_layers(model).values()
+    scales = [layer.family.style.query_scale(layer) for layer in layers]
+    assert max(scales) > 1.2
+    length = model.config.max_position_embeddings
+    for layer, scale in zip(layers, scales, strict=True):
+        heads, heads_kv, head_dim = layer.family.style.heads(layer)
+        q, k, v = (torch.ones(1, h, length, head_dim) for h in (heads, heads_kv, heads_kv))
+        places = torch.arange(length)[None]
+        positions = None
+        if layer.family.style.rotates(layer):
+            positions = model.model.rotary_emb(v, places)
+        turned, *_ = layer.family.style.rotate(layer, q, k, v, positions, past_key_values=None, position_ids=places)
+        longest = float(turned.norm(dim=-1).max()) / math.sqrt(head_dim)
+        assert longest == pytest.approx(scale * rotary_scale(layer), rel=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["soft_cap", "q_norm", "none", Scheme(k="rms")])
+def test_without_both_norms_there_is_no_bound(scheme):
+    model = patch_model(tiny_model("llama"), scheme)
+    assert [logit_bound(layer) for layer in patched_layers(model).values()] == [None, None]
+    assert worst_bound(model) is None
+
+
+def test_bypassed_or_blended_norms_have_no_bound():
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    assert worst_bound(model) == pytest.approx(math.sqrt(model.config.head_dim))
+    with as_unpatched(model):
+        assert worst_bound(model) is None
+    start_blend(next(iter(patched_layers(model).values())))
+    assert worst_bound(model) is None
+
+
+def test_the_bound_depends_on_gains_and_not_on_the_knee():
+    model = patch_model(tiny_model("llama"), "qk_norm")
+    before = worst_bound(model)
+    names = [(name, norm) for name in patched_layers(model) for norm in ("q_norm", "k_norm")]
+    apply_knee(model, 8.0, dict.fromkeys(names, 2.0))
+    assert worst_bound(model) == before
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [(0.0, lambda x: x == 0), (1e200, math.isfinite), (math.inf, math.isnan), (math.nan, math.isnan)],
+)
+def test_gains_of_any_size_have_the_expected_bound(size, expected):
+    model = patch_model(tiny_model("llama"), Scheme(q="lp", k="lp", p=3.0, gain="per_head")).double()
+    layer = next(iter(patched_layers(model).values()))
+    with torch.no_grad():
+        layer.q_norm.weight.fill_(size)
+        layer.k_norm.weight.fill_(1.0)
+    assert expected(logit_bound(layer))

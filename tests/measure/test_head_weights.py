@@ -1,0 +1,102 @@
+"""The parts of the projections are those of each head's queries and keys, for every style; gradients show it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tables import causal_families, sharp_model
+from tiny import tiny_model
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_qknorm import FAMILIES, patch_model
+from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, parameter_factors
+
+NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
+GROUPED = "codegen"  # its projection has the heads in groups
+TYPES = [model_type for model_type in reversed(causal_families()) if model_type != GROUPED]
+STYLES = [*{FAMILIES[model_type].style: model_type for model_type in TYPES}.values()]
+VARIANTS = [("gpt_bigcode", {"multi_query": False}), ("deepseek_v3", {"q_lora_rank": None})]
+CASES = [*((model_type, {}) for model_type in STYLES), *VARIANTS]
+
+
+def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    """The outputs of each part for x, `[B, T, heads, *]`, without the layer's own norms."""
+    for name in NORMS:
+        if getattr(layer, name, None) is not None:
+            setattr(layer, name, nn.Identity())
+    style, latent = FAMILIES[model_type].style, FAMILIES[model_type].latent
+    given: dict[str, object] = dict.fromkeys({"gate"} & {*style.arguments})
+    if "latents" in style.arguments:
+        given["latents"] = layer.q_a_layernorm(layer.q_a_proj(x)), None
+    q, k, v, *_ = style.project(layer, x, **given)
+    if not latent:
+        return {"q": q, "k": k}
+    width = layer.qk_nope_head_dim
+    keys, _ = layer.expand_kv(k.transpose(1, 2), v.transpose(1, 2))
+    made = {"uq": q[..., :width], "qr": q[..., width:], "uk": keys.transpose(1, 2)[..., :width], "dkv": k, "kr": v}
+    return made | ({"dq": q.flatten(2).unsqueeze(2)} if getattr(layer, "q_a_proj", None) else {})
+
+
+def test_heads_in_groups_are_refused():
+    with pytest.raises(ValueError, match="qkv_proj computes queries, keys and values in groups of heads"):
+        attention_head_weights(tiny_model(GROUPED))
+
+
+@pytest.mark.parametrize(("model_type", "settings"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x))
+def test_parts_are_the_rows_of_the_heads(model_type, settings):
+    model = tiny_model(model_type, **settings).train(False)
+    if any(getattr(layer, "is_kv_shared_layer", False) for layer in model.modules()):
+        with pytest.raises(ValueError, match="has no k_proj: it attends to the keys of another layer"):
+            attention_head_weights(model)
+        return
+    if any(hasattr(layer, "q_gate_proj") for layer in model.modules()):
+        with pytest.raises(ValueError, match="has no q_b_proj: .* computes its queries together with a gate"):
+            attention_head_weights(model)
+        return
+    for name, parts in attention_head_weights(model).items():
+        layer = model.get_submodule(name)
+        first = parts["q"] if "q" in parts else parts["dkv"]
+        x = torch.randn(2, 9, first.weight.shape[0 if isinstance(first.projection, Conv1D) else 1])
+        made = heads_made(model_type, layer, x)
+        assert set(made) == set(parts)
+        for side, part in parts.items():
+            assert made[side].shape[2] == part.heads
+            for head, outputs in enumerate(part.outputs(x.device)):
+                (grad,) = torch.autograd.grad(made[side][:, :, head].square().sum(), part.weight, retain_graph=True)
+                inputs = 0 if isinstance(part.projection, Conv1D) else 1
+                moves = (grad.abs().sum(inputs) > 0).nonzero().flatten()
+                assert torch.equal(moves, outputs), f"{name} {side} head {head}"
+
+
+def test_norms_and_factors_by_hand():
+    projection = nn.Linear(3, 6).bfloat16()
+    part = HeadWeights(projection, heads=2, width=2, stride=3, begin=1)
+    rows = projection.weight.detach().float()
+    expected = torch.stack([rows[1:3].norm(), rows[4:6].norm()])
+    torch.testing.assert_close(part.norms(projection.weight), expected)
+    (weight, rows), (bias, outputs) = parameter_factors({"q": part}, {"q": torch.tensor([2.0, 3.0])})
+    assert weight is projection.weight
+    assert bias is projection.bias
+    assert rows.tolist() == [[1], [2], [2], [1], [3], [3]]
+    assert outputs.tolist() == [1, 2, 2, 1, 3, 3]
+
+
+def test_patching_does_not_change_the_parts():
+    model = sharp_model("llama")
+    before = attention_head_weights(model)
+    assert attention_head_weights(patch_model(model, "qk_norm")) == before
+    assert list(attention_head_weights(model.model)) == [name.removeprefix("model.") for name in before]
+
+
+def test_unknown_projections_are_refused():
+    with pytest.raises(ValueError, match="Linear has no attention layer of a known family"):
+        attention_head_weights(nn.Linear(2, 2))
+    model = sharp_model("llama")
+    model.model.layers[1].self_attn.k_proj = nn.Bilinear(2, 2, 2)
+    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj is a torch\.nn\.\S+\.Bilinear"):
+        attention_head_weights(model)
+    model.model.layers[1].self_attn.k_proj = nn.Linear(64, 32)
+    model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(64 * 32))
+    with pytest.raises(ValueError, match=r"k_proj has a weight of shape \[2048\] and torch.float32"):
+        attention_head_weights(model)

@@ -1,0 +1,224 @@
+"""Models born with norms of queries and keys: bound, gains and logits, without patching them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from accelerate import cpu_offload
+from tables import fingerprint, make_batch, real, sharp_model
+from torch import nn
+
+from hf_qknorm import FAMILIES, LogitMonitor, calibrate, inspect_model, patch_model, unpatch_model
+from hf_qknorm.families import known_families
+from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.logit_statistics import logit_statistics
+from hf_qknorm.measure.watchable import watchable_layers
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from hf_qknorm.training.logit_log import LogitSample
+
+TOKENS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+BORN = [model_type for model_type in known_families() if FAMILIES[model_type].own_norms]
+CENTRED = ("cohere", "persimmon", "phi", "stablelm")  # their norms are LayerNorms
+# A stored 0 is a gain of 1
+PLUS_ONE = ("gemma3_text", "minimax_m3_vl_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text")
+BOUNDED = [model_type for model_type in BORN if model_type != "zaya"]  # one module norms its queries and keys together
+
+
+def born(model_type: str) -> nn.Module:
+    """A small model of the type with its own norms switched on, and nothing that clips its projections."""
+    switch = FAMILIES[model_type].own_norms
+    settings = {switch: True} if isinstance(switch, str) else {}
+    return sharp_model(model_type, **settings | ({"clip_qkv": None} if model_type == "olmoe" else {}))
+
+
+def own_norms(layer: QKNormAttention) -> list[nn.Module]:
+    """The layer's norms of queries and keys that are there."""
+    return [layer._modules[name] for name in layer.family.style.own_norms if layer._modules.get(name) is not None]
+
+
+def set_gains(model: nn.Module, first: float, others: float) -> None:
+    """Set the stored gains of the first channel of each norm, and of the others; biases become 0."""
+    with torch.no_grad():
+        for layer in patched_layers(model).values():
+            for parameters in ([*norm.named_parameters()] for norm in own_norms(layer)):
+                for name, parameter in parameters:
+                    parameter.fill_(0.0 if name.endswith("bias") else others)
+                if parameters:
+                    parameters[0][1].view(-1)[0] = first
+
+
+def force_outputs(layer: QKNormAttention, raw: torch.Tensor) -> None:
+    """Make the projections of queries and keys return `raw` `[D]` as the first head, and as others for a LayerNorm."""
+    dim = layer.family.style.heads(layer)[2]
+    alternating = bool((raw < 0).any())
+
+    def replace(_: nn.Module, __: tuple, out: torch.Tensor) -> torch.Tensor:
+        if alternating:
+            return raw.repeat(out.shape[-1] // dim).expand_as(out)
+        fused = len(layer.family.style.weights) == 1
+        starts = [0, dim] if fused else [0]
+        forced = torch.zeros_like(out)
+        for start in starts:
+            forced[..., start : start + dim] = raw
+        return forced
+
+    for name in layer.family.style.weights[:2]:
+        if getattr(layer, name, None) is not None:
+            layer.get_submodule(name).register_forward_hook(replace)
+
+
+@pytest.mark.parametrize("model_type", BOUNDED)
+def test_the_worst_input_reaches_the_bound(model_type):
+    """The first channel has the largest gain: queries and keys along it, of one token, have the largest logit."""
+    centred = model_type in CENTRED
+    model = patch_model(born(model_type), "none")
+    set_gains(model, *((-1.7, -1.7) if centred else (2.5, 0.3)))
+    layers = patched_layers(model)
+    for layer in layers.values():
+        dim = layer.family.style.heads(layer)[2]
+        spike = torch.eye(dim)[0]
+        force_outputs(layer, 1e3 * (torch.tensor([1.0, -1.0]).repeat(dim // 2) if centred else spike))
+    with torch.no_grad(), logit_statistics(model) as seen:
+        model(input_ids=TOKENS[:1, :1])
+    bounds = logit_bounds(model)
+    assert any(bound is not None for bound in bounds.values())
+    for name, layer in layers.items():
+        if bounds[name] is None:  # Llama 4: no norm in a layer without RoPE
+            assert (model_type, own_norms(layer)) == ("llama4_text", [])
+            continue
+        scale = layer.family.style.query_scale(layer)  # Beam's last position has a larger one than the first
+        assert float(seen[name].max_logit.max()) * scale == pytest.approx(bounds[name], rel=3e-3)
+
+
+@pytest.mark.parametrize("model_type", BORN)
+def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
+    model = born(model_type)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad(), watchable_layers(model) as layers:
+        for layer in layers.values():
+            for norm in own_norms(layer):
+                for parameter in norm.parameters():
+                    parameter.add_(torch.randn(parameter.shape, generator=generator))
+    before = fingerprint(model)
+    found = inspect_model(model, [TOKENS])
+    assert fingerprint(model) == before
+    with torch.no_grad(), logit_statistics(model) as seen:
+        logits = model(input_ids=TOKENS).logits
+    assert fingerprint(model) == before
+    with torch.no_grad():
+        assert torch.equal(logits, model(input_ids=TOKENS).logits)
+    assert set(seen) == set(found.layers)
+    for name, layer in found.layers.items():
+        assert layer.max_logit == pytest.approx(seen[name].max_logit.tolist(), rel=1e-4)
+        assert max(layer.max_logit) <= (layer.bound or torch.inf) * (1 + 1e-5)
+    patch_model(model, "soft_cap")
+    assert {name: layer.bound for name, layer in found.layers.items()} == logit_bounds(model)
+    gains = {name: (layer.gain_q, layer.gain_k) for name, layer in found.layers.items()}
+    assert gains == largest_gains(model)
+    assert all((None in pair) == (found.layers[name].bound is None) for name, pair in gains.items())
+    unpatch_model(model)
+    assert ("gains" in found.table()) == any(pair != (None, None) for pair in gains.values())
+
+
+@pytest.mark.parametrize("model_type", BOUNDED)
+def test_the_largest_gain_is_that_of_the_stored_weights(model_type):
+    model = patch_model(born(model_type), "none")
+    set_gains(model, -3.0, 0.5)
+    if not any([*norm.parameters()] for layer in patched_layers(model).values() for norm in own_norms(layer)):
+        pytest.skip("its norms have no gains")
+    largest = 2.0 if model_type in PLUS_ONE else 3.0
+    for gains in largest_gains(model).values():
+        assert gains == pytest.approx((largest, largest))
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "stablelm", "llama"])
+def test_offloaded_norms_have_the_same_bound(model_type):
+    model, offloaded = (born(model_type) if model_type != "llama" else sharp_model("llama") for _ in range(2))
+    scheme = "qk_norm" if model_type == "llama" else "none"
+    bounds = logit_bounds(patch_model(model, scheme))
+    cpu_offload(patch_model(offloaded, scheme), execution_device="cpu")
+    assert {p.device.type for p in offloaded.parameters()} == {"meta"}
+    assert logit_bounds(offloaded) == pytest.approx(bounds)
+    for name, gains in largest_gains(model).items():
+        assert largest_gains(offloaded)[name] == pytest.approx(gains)
+    assert {p.device.type for p in offloaded.parameters()} == {"meta"}
+
+
+def test_a_full_width_norm_lets_one_head_have_all_of_it():
+    """OLMo 2 norms 4 query heads and 2 key heads together: the bound is √(4·2) times that of norms per head."""
+    olmo, qwen = (patch_model(born(name), "none") for name in ("olmo2", "qwen3"))
+    pairs = zip(logit_bounds(olmo).values(), logit_bounds(qwen).values(), strict=True)
+    assert all(wide == pytest.approx(8**0.5 * narrow) for wide, narrow in pairs)
+
+
+def test_each_layer_that_shares_keys_has_the_bound_of_its_keys():
+    model = patch_model(born("gemma4_text"), "none")
+    before = logit_bounds(model)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_norm.weight.mul_(3)  # layer 3 uses these keys
+    factors = [after / before[name] for name, after in logit_bounds(model).items()]
+    assert factors == pytest.approx([1, 3, 1, 3])
+
+
+def fused(out: torch.Tensor) -> list[torch.Tensor]:
+    """The queries and keys in what Persimmon's projection computes, head by head."""
+    return [*out.unflatten(-1, (4, 3, 16)).unbind(-2)[:2]]
+
+
+def gated(out: torch.Tensor) -> list[torch.Tensor]:
+    """The queries in what Qwen3-Next's projection computes; the other half are gates."""
+    return [out.unflatten(-1, (4, 2, 16))[..., 0, :]]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "projection", "parts"),
+    [("persimmon", "query_key_value", fused), ("qwen3_next", "q_proj", gated)],
+)
+def test_queries_behind_a_projection_of_more_have_their_rms(model_type, projection, parts):
+    model, batch, outputs = patch_model(born(model_type), "none"), make_batch("left"), {}
+    for name, layer in patched_layers(model).items():
+
+        def look(_: nn.Module, __: tuple, out: torch.Tensor, name: str = name) -> None:
+            outputs[name] = out.detach()
+
+        layer.get_submodule(projection).register_forward_hook(look)
+    monitor = LogitMonitor(every=1)
+    with monitor.watch(model, 1):
+        model(**batch)
+    for name, out in outputs.items():
+        layer = monitor.last.layers[name]
+        for found, x in zip((layer.rms_q, layer.rms_k), parts(out), strict=False):
+            expected = x[real(batch)].square().mean((0, 2)).sqrt()
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
+    assert 0 < monitor.last.scalars()["attention/max_rms_qkv"] < math.inf
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_a_layer_without_keys_of_its_own_has_no_rms_of_keys(model_type):
+    monitor = LogitMonitor(every=1)
+    with monitor.watch(model := born(model_type), 1):
+        model(input_ids=TOKENS)
+    layers = [*monitor.last.layers.values()]
+    assert [layer.rms_k is None for layer in layers] == [False, False, True, True]
+    assert LogitSample.from_line(monitor.last.line().encode()).layers.keys() == monitor.last.layers.keys()
+    assert monitor.last.scalars()["attention/max_rms_qkv"] == max(layer.rms_qkv for layer in layers) < math.inf
+
+
+@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
+def test_a_report_has_the_bound_of_layers_that_share_keys(model_type):
+    model = patch_model(born(model_type), "soft_cap")
+    bounds = {name: layer.bound for name, layer in calibrate(model, [TOKENS] * 2).layers.items()}
+    assert bounds == logit_bounds(model)
+    assert None not in bounds.values()
+
+
+def test_a_model_whose_attention_another_tool_has_replaced_is_not_watched():
+    model = born("qwen3")
+    layer = model.model.layers[0].self_attn
+    layer.forward = layer.forward
+    with pytest.raises(ValueError, match="another tool has replaced the forward"), logit_statistics(model):
+        pass
+    with pytest.raises(ValueError, match="Linear has no attention module"), logit_statistics(nn.Linear(2, 2)):
+        pass

@@ -1,0 +1,87 @@
+"""Predictions and statistics over batches, against the plain formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tables import BATCHES, make_batch, randomise, real, sharp_model
+
+from hf_qknorm import logit_statistics, patch_model
+from hf_qknorm.measure.predictions import evaluate, predictions
+from hf_qknorm.model.attention import as_unpatched
+
+
+def batch_of(kind):
+    """One of the tables' batches in the form of calibration data."""
+    return {key: value for key, value in make_batch(kind).items() if key in ("input_ids", "attention_mask")}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BATCHES if kind != "packed"])
+def test_predictions_equal_the_formulas(kind):
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
+    batch = batch_of(kind)
+    with torch.no_grad():
+        own = model(**batch).logits.double()
+        with as_unpatched(model):
+            base = model(**batch).logits.double()
+    p, q, keep = base.log_softmax(-1), own.log_softmax(-1), real(batch)
+    losses, total = {"base": 0.0, "own": 0.0}, 0
+    for row in range(2):
+        ids, logs = batch["input_ids"][row], {"base": p[row], "own": q[row]}
+        for t in range(len(ids) - 1):
+            if keep[row, t] and keep[row, t + 1]:
+                total += 1
+                for name in losses:
+                    losses[name] -= float(logs[name][t, ids[t + 1]])
+    got_base, got = predictions(model, [batch])
+    assert got_base.loss == pytest.approx(losses["base"] / total, rel=1e-5)
+    assert got.loss == pytest.approx(losses["own"] / total, rel=1e-5)
+    assert got.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1)[keep].mean()), rel=1e-4)
+    assert got.agreement == pytest.approx(float((base.argmax(-1) == own.argmax(-1))[keep].double().mean()))
+    assert 0 < got.agreement < 1
+    assert (got_base.kl, got_base.agreement) == (0, 1)
+    if kind == "plain":
+        with torch.no_grad():
+            assert got.loss == pytest.approx(float(model(**batch, labels=batch["input_ids"]).loss), rel=1e-5)
+
+
+def test_every_token_has_the_same_weight_in_batches_of_any_size():
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
+    ids = batch_of("plain")["input_ids"].repeat(2, 1)
+    ids[2:] = ids[2:].flip(-1)
+    (_, whole), (_, parts) = (
+        predictions(model, [{"input_ids": part} for part in split]) for split in ([ids], [ids[:1], ids[1:]])
+    )
+    assert (whole.loss, whole.kl, whole.agreement) == pytest.approx((parts.loss, parts.kl, parts.agreement), rel=1e-5)
+
+
+def test_padding_changes_no_prediction():
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
+    ids = batch_of("plain")["input_ids"]
+    found = []
+    for left, right in ((0, 0), (5, 0), (0, 5)):
+        padded, mask = (torch.nn.functional.pad(x, (left, right)) for x in (ids, torch.ones_like(ids)))
+        _, own = predictions(model, [{"input_ids": padded, "attention_mask": mask}])
+        found.append((own.loss, own.kl, own.agreement))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+    assert found[2] == pytest.approx(found[0], rel=1e-4)
+
+
+def test_predictions_without_a_change_a_head_or_a_target():
+    assert predictions(patch_model(sharp_model("gpt2"), "none"), [batch_of("plain")])[1].kl == 0
+    assert predictions(patch_model(sharp_model("gpt2").base_model, "qk_norm"), [batch_of("plain")]) == (None, None)
+    with pytest.raises(ValueError, match="no token of the data has a successor"):
+        predictions(patch_model(sharp_model("gpt2"), "none"), [{"input_ids": torch.ones(2, 1, dtype=torch.long)}])
+
+
+def test_layer_statistics_equal_logit_statistics():
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
+    batches = [batch_of(kind) for kind in ("plain", "left", "right")]
+    with torch.no_grad(), logit_statistics(model, cap=3.0) as watched:
+        for batch in batches:
+            model(**batch)
+    got = evaluate(model, batches, 3.0, compared=False).after
+    assert list(got) == list(watched)
+    for name, seen in watched.items():
+        for field in ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"):
+            assert getattr(got[name], field) == tuple(getattr(seen, field).tolist())

@@ -1,0 +1,165 @@
+"""Sources of text, and the batches of tokens made from it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.measure.text import as_batches, load_text, regrouped, sample_batches, tokenize
+
+
+def test_the_default_text_is_the_standard_library():
+    text = load_text(limit=50_000)
+    assert len(text) == 50_000
+    assert "import" in text
+
+
+def test_text_from_a_file_and_from_a_folder(tmp_path):
+    (tmp_path / "b.txt").write_text("second")
+    (tmp_path / "a.md").write_text("first")
+    (tmp_path / "c.bin").write_bytes(b"\x00")
+    assert load_text(str(tmp_path / "b.txt")) == "second"
+    assert load_text(str(tmp_path)) == "first\nsecond"
+    assert load_text(str(tmp_path), limit=3) == "fir"
+
+
+def test_sources_without_text_are_refused(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"no such file or folder: .*missing\.txt"):
+        load_text(str(tmp_path / "missing.txt"))
+    with pytest.raises(ValueError, match="no text in it"):
+        load_text(str(tmp_path))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"):
+        load_text("owner/corpus")
+
+
+def test_text_from_a_dataset_by_name(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"id": 1, "text": "one"}, {"id": 2, "text": "two"}, {"id": 3, "text": "three"}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter(rows))
+    assert load_text("owner/corpus", limit=6) == "one\ntw"
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter([{"id": 1}]))
+    with pytest.raises(ValueError, match="'owner/corpus': a row has no column of text, only id"):
+        load_text("owner/corpus")
+
+
+def test_byte_tokenizer_round_trip(tmp_path):
+    tokenizer = byte_tokenizer()
+    text = "Ünïcode, tabs\t and\n newlines 🙂"
+    ids = tokenize(tokenizer, text)
+    assert len(ids) == len(text.encode())
+    assert tokenizer.decode(ids) == text
+    tokenizer.save_pretrained(tmp_path)
+    assert type(tokenizer).from_pretrained(tmp_path).decode(ids) == text
+
+
+def test_sample_batches_are_reproducible_and_taken_from_the_text():
+    ids = torch.arange(1000)
+    first, again = sample_batches(ids, 3, 4, 16, seed=5), sample_batches(ids, 3, 4, 16, seed=5)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], sample_batches(ids, 3, 4, 16, seed=6)[0])
+    for batch in first:
+        assert batch.shape == (4, 16)
+        assert torch.equal(batch - batch[:, :1], torch.arange(16).expand(4, -1))
+    with pytest.raises(ValueError, match="need more than 17 tokens for sequences of 16, got 17"):
+        sample_batches(torch.arange(17), 1, 1, 16, seed=0)
+
+
+A, B = tokenize(byte_tokenizer(), "ab").tolist()
+
+
+def batches_of(data, max_tokens=100):
+    return list(as_batches(data, byte_tokenizer, batch=2, length=16, max_tokens=max_tokens))
+
+
+def test_texts_are_joined_and_cut():
+    batches = batches_of(["a" * 60, "b" * 60])
+    assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 16), (2, 16), (2, 16)]
+    assert batches[-1]["input_ids"][-1].tolist() == [B] * 16
+    assert [tuple(batch["input_ids"].shape) for batch in batches_of(["short"])] == [(1, 5)]
+
+
+def test_files_folders_and_paths(tmp_path):
+    (tmp_path / "a.txt").write_text("a" * 60)
+    expected = batches_of(["a" * 60])
+    for source in (tmp_path, tmp_path / "a.txt", str(tmp_path)):
+        for batch, other in zip(batches_of(source), expected, strict=True):
+            assert torch.equal(batch["input_ids"], other["input_ids"])
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        batches_of(tmp_path / "b.txt")
+
+
+def test_datasets_by_text_and_by_tokens():
+    datasets = pytest.importorskip("datasets")
+    text = datasets.Dataset.from_dict({"id": [1, 2], "text": ["a" * 60, "b" * 60]})
+    tokens = datasets.Dataset.from_dict({"input_ids": [[A] * 60, [B] * 60]})
+    expected = batches_of(["a" * 60, "b" * 60])
+    for data in (text, tokens, text.to_iterable_dataset(), tokens.with_format("torch")):
+        for batch, other in zip(batches_of(data), expected, strict=True):
+            assert torch.equal(batch["input_ids"], other["input_ids"])
+
+
+def test_batches_are_kept():
+    given = [{"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8), "labels": 1}] * 5
+    batches = batches_of(given, max_tokens=40)
+    assert len(batches) == 3
+    assert set(batches[0]) == {"input_ids", "attention_mask"}
+    assert [batch["input_ids"].shape for batch in batches_of([torch.ones(3, 4), torch.ones(1, 9)])] == [(3, 4), (1, 9)]
+    assert batches_of([{"input_ids": [[1, 2], [3, 4]]}])[0]["input_ids"].tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_stream_is_read_no_further_than_needed():
+    def texts():
+        yield "a" * 200
+        raise AssertionError("read too far")
+
+    assert len(batches_of(texts())) == 3
+    assert len(batches_of((torch.ones(2, 25) for _ in texts()), max_tokens=50)) == 1
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([], "calibration data is empty"),
+        ([3], "expected strings, rows with a text or input_ids, or batches .* got int"),
+        ([{"id": 3}], "a row has no column of text, only id"),
+        ([torch.ones(2, 2), "text"], "a batch must be a tensor .* got str"),
+    ],
+)
+def test_unusable_data_is_refused(data, message):
+    with pytest.raises(ValueError, match=message):
+        batches_of(data)
+
+
+def test_a_tokenizer_that_fails_is_named():
+    class Failing:
+        name_or_path = "there"
+
+        def __call__(self, text, verbose):
+            raise KeyError("no such piece")
+
+    with pytest.raises(ValueError, match="there: the tokenizer can't read the text .*no such piece"):
+        tokenize(Failing(), "text")
+
+
+def test_a_tokenizer_that_returns_no_tokens_is_named():
+    def nothing(text, verbose):
+        return {"input_ids": []}
+
+    with pytest.raises(ValueError, match="function: the tokenizer gives no tokens for 4 characters"):
+        tokenize(nothing, "text")
+
+
+def test_regrouping_keeps_the_order_and_separates_batches_of_different_form():
+    short, masked = torch.arange(6).view(3, 2), {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
+    batches = [{"input_ids": short[:1]}, {"input_ids": short[1:]}, masked, {"input_ids": torch.zeros(4, 3)}]
+    found = regrouped(batches, 2, least=1)
+    assert [(*sorted(batch), *batch["input_ids"].shape) for batch in found] == [
+        ("input_ids", 2, 2), ("input_ids", 1, 2), ("attention_mask", "input_ids", 2, 3), ("input_ids", 2, 3),
+        ("input_ids", 2, 3),
+    ]  # fmt: skip
+    assert torch.equal(torch.cat([batch["input_ids"] for batch in found[:2]]), short)
+    assert len(regrouped([{"input_ids": torch.ones(64, 2)}], 64)) == 8
