@@ -32,7 +32,7 @@ def _demo(options: Namespace) -> None:
 def _convert(options: Namespace) -> None:
     if options.private and options.push is None:
         raise ValueError("--private goes with --push REPO")
-    for name in ("method", "knee", "max_loss_increase", "length", "max_memory"):
+    for name in ("method", "knee", "max_loss_increase", "length", "tokens", "max_memory"):
         if options.calibration is None and getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} is for a calibration: give --calibrate TEXT as well")
     if options.push is not None:
@@ -53,6 +53,7 @@ def _convert(options: Namespace) -> None:
         report = convert_checkpoint(
             *places,
             max_loss_increase=options.max_loss_increase,
+            max_tokens=options.tokens,
             max_memory=options.max_memory,
             **planned,
         )

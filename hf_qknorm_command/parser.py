@@ -112,6 +112,7 @@ def _add_convert(commands: Any) -> None:
     limit = "with --calibrate, the largest rise in loss; a conversion that loses more is not written"
     add("--max-loss-increase", type=FINITE, metavar="NATS", help=limit)
     add("--length", type=COUNT, metavar="TOKENS", help=f"with --calibrate, {LENGTHS}")
+    add("--tokens", type=COUNT, help="with --calibrate, the most tokens to use, by default 262,144")
     memory = "with --calibrate, the most memory to use, as 8GB: by default all free memory; layers that do not fit"
     add("--max-memory", type=parse_memory, metavar="SIZE", help=f"{memory} are read from the disk in each pass")
     add("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")

@@ -93,6 +93,7 @@ def convert_checkpoint(
     knee: Knee | None = None,
     max_loss_increase: float | None = None,
     length: int | None = None,
+    max_tokens: int | None = None,
     max_memory: int | str | None = None,
     standalone: bool = True,
     overwrite: bool = False,
@@ -102,7 +103,8 @@ def convert_checkpoint(
 
     With `calibration` (texts or batches, as for `calibrate`) the model is loaded and calibrated with `method` and
     `knee`; the report is returned, and saved beside the weights. Without it gains are fresh, and no model is built.
-    `length` is that of the sequences that texts are cut into, by default 256, or half of learned positions.
+    Texts are cut into sequences of `length` tokens, by default 256, or half of learned positions, and used up to
+    `max_tokens`, by default 262,144.
     `max_memory` limits the memory of the process, in bytes or as "8GB"; default: what machine, cgroups and process
     limits leave. Layers that do not fit are read from the disk in each forward pass, of up to 64 sequences then.
 
@@ -121,7 +123,7 @@ def convert_checkpoint(
     >>> report.scheme.q
     'rms'
     """
-    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, length, max_memory, standalone)
+    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, length, max_tokens, max_memory, standalone)
     options = options.checked(calibration)
     if isinstance(calibration, str | Path):
         check_text(str(calibration))
@@ -210,7 +212,8 @@ def _calibrate(
     powers behind its knee.
     """
     tokenizer, length = partial(load_tokenizer, source.folder), sequence_length(source.config, options.length)
-    batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=MAX_TOKENS))
+    most = options.max_tokens or MAX_TOKENS
+    batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=most))
     check_batches(batches, source.config)  # before the weights are read
     memory = memory_left(options.max_memory)
     with place_weights(source, longest_sequence(batches), memory, destination) as (placement, sequences):

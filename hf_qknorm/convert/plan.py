@@ -37,13 +37,14 @@ class Options:
     knee: Knee | None = None
     max_loss_increase: float | None = None
     length: int | None = None
+    max_tokens: int | None = None
     max_memory: int | str | None = None
     standalone: bool = True
 
     def checked(self, calibration: Any) -> Options:
         """Return the options with the defaults of a calibration, if there is one. Raises ValueError for wrong ones."""
         if calibration is None:
-            for name in ("method", "knee", "max_loss_increase", "length", "max_memory"):
+            for name in ("method", "knee", "max_loss_increase", "length", "max_tokens", "max_memory"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for a calibration, on text: pass calibration= as well")
             if self.scheme.knee:

@@ -1,4 +1,4 @@
-"""Progress bars: in terminals and in notebooks, and none where the output goes to a file or a pipe."""
+"""Progress bars in terminals and in notebooks; where the output goes to a file or a pipe, a line a minute."""
 
 from __future__ import annotations
 
@@ -8,12 +8,29 @@ from typing import Any
 
 from tqdm.auto import tqdm  # a widget in notebooks with ipywidgets, else text
 
+SECONDS_OF_A_LINE = 60.0
+LINE = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, about {remaining} left"
+
 
 def progress_bar(items: Iterable[Any] | None = None, *, hidden: bool = False, **options: Any) -> Any:
     """A tqdm bar that is removed at its end. `options` are tqdm's; TQDM_DISABLE=1 in the environment hides it too."""
-    if hidden or not (_on_terminal() or _in_notebook()):
+    if hidden or sys.stderr is None:  # None under pythonw
         options["disable"] = True
+    elif not (sys.stderr.isatty() or _in_notebook()):
+        lines = {"delay": SECONDS_OF_A_LINE, "mininterval": SECONDS_OF_A_LINE, "bar_format": LINE}
+        options |= {**lines, "maxinterval": SECONDS_OF_A_LINE, "ascii": True, "file": _Lines()}
     return tqdm(items, leave=False, **options)
+
+
+class _Lines:
+    """A stream that turns a bar's redrawn states into lines of stderr."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip("\r\n "):
+            sys.stderr.write(f"{text}\n")
+
+    def flush(self) -> None:
+        sys.stderr.flush()
 
 
 def _in_notebook() -> bool:
@@ -21,7 +38,3 @@ def _in_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return shell is not None and "IPKernelApp" in shell.config
-
-
-def _on_terminal() -> bool:
-    return sys.stderr is not None and sys.stderr.isatty()  # None under pythonw

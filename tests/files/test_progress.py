@@ -1,4 +1,4 @@
-"""Progress bars are shown in terminals and notebooks, and not where the output is a file or a pipe."""
+"""Progress bars are shown in terminals and notebooks; a file or a pipe gets a line a minute."""
 
 from __future__ import annotations
 
@@ -23,9 +23,22 @@ sys.modules["IPython"].get_ipython = lambda: SimpleNamespace(config={"IPKernelAp
 """
 
 
-def test_a_pipe_gets_no_bar():
+OFTEN = """
+from hf_qknorm.files import progress
+progress.SECONDS_OF_A_LINE = 1e-9
+"""
+
+
+def test_a_pipe_gets_a_line_a_minute():
     done = subprocess.run([sys.executable, "-c", BAR], capture_output=True, text=True)
     assert (done.stdout, done.stderr) == ("done\n", "")
+    done = subprocess.run(
+        [sys.executable, "-c", OFTEN + BAR.replace(", mininterval=0", "")], capture_output=True, text=True
+    )
+    assert done.stdout == "done\n"
+    *_, last = done.stderr.splitlines()
+    assert last.startswith("counting: 3 of 3 after 00:00, about 00:00 left")
+    assert "\r" not in done.stderr
 
 
 def test_a_notebook_gets_a_bar():
