@@ -43,12 +43,13 @@ def take_eps(model: PreTrainedModel, missing: set[str]) -> None:
             if "eps" not in norm._buffers:
                 continue
             key, in_config = f"{name}.{norm_name}.eps", config.qk_norm_powers is not None
-            if are_skipped() and not in_config:
-                continue
-            stored: Any = norm._buffers.pop("eps")
+            stored: Any = norm._buffers["eps"]
             absent = key in missing or stored.is_meta or not stored
             if in_config:
                 missing.discard(key)
+            if are_skipped():  # the caller compares it with the weights
+                continue
+            del norm._buffers["eps"]
             check_loaded(model, missing & {key}, ())
             if absent and not in_config:
                 raise ValueError(

@@ -207,3 +207,12 @@ def test_only_complete_patched_causal_models_are_exported(tmp_path):
     with pytest.raises(ValueError, match="as a causal language model only, got LlamaForSequenceClassification"):
         export_native(tmp_path / "classifier", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_eps_of_another_shape(tmp_path):
+    patch_model(sharp_model("llama"), replace(RMS, knee=4.0)).save_pretrained(tmp_path / "ours")
+    name = "model.layers.0.self_attn.k_norm.eps"
+    edit(tmp_path / "ours", lambda tensors: tensors.update({name: tensors[name][None]}))
+    with pytest.raises(ValueError, match=rf"{name} has shape \[1\], expected \[\]"):
+        export_native(tmp_path / "ours", tmp_path / "plain")
+    assert not (tmp_path / "plain").exists()
