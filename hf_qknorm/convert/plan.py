@@ -24,7 +24,7 @@ from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layer
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.fold import fold_weight
 from hf_qknorm.patch import patched_config
-from hf_qknorm.reports.html import fields_html
+from hf_qknorm.reports.tables import fields_html
 from hf_qknorm.scheme import Scheme
 
 

@@ -63,11 +63,11 @@ def inspect_model(
     require_causal(model.config)
     batches = text.batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     text.check_batches(batches, model.config)
-    model_type = model.config.model_type
+    names = model.name_or_path or type(model).__name__, model.config.model_type
     unpatched = not isinstance(model, QKNormModel)
     with _evaluating(model):
         with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
-            found = replace(_measure(model, batches, cap, compared=not unpatched), model_type=model_type)
+            found = _measure(model, names, batches, cap, compared=not unpatched)
         if unpatched and found.base is not None:
             judged = _judged(batches)
             kept: list[ModelOutput] = []  # of the unpatched model
@@ -103,10 +103,11 @@ def inspect_checkpoint(
             return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences, length=length)
 
 
-def _measure(model: Any, batches: Batches, cap: float | None, *, compared: bool) -> Inspection:
+def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | None, *, compared: bool) -> Inspection:
     """The numbers of a patched model, and its predictions unpatched and patched, from one or two passes.
 
-    If not `compared`, the scheme changes nothing, and the model counts as unpatched.
+    `names` are those of the model and its type. If not `compared`, the scheme changes nothing, and the model counts as
+    unpatched.
     """
     first, scheme = next(iter(patched_layers(model).values())), model.config.scheme
     cap = cap or first.softcap or CAP
@@ -116,8 +117,7 @@ def _measure(model: Any, batches: Batches, cap: float | None, *, compared: bool)
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
     bounds, gains = logit_bounds(model), largest_gains(model)
     return Inspection(
-        model=model.name_or_path or type(model).__name__,
-        model_type=model.config.model_type,
+        *names,
         tokens=sum(batch["input_ids"].numel() for batch in batches),
         length=text.longest_sequence(batches),
         context=text.context_length(model.config),

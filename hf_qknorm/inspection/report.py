@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_qknorm.calibration.knees import with_margin
-from hf_qknorm.reports.html import page_html
 from hf_qknorm.reports.records import FORMAT, LayerStatistics, Prediction, largest_bound, predictions_table, to_json
 from hf_qknorm.reports.report import save_json
 from hf_qknorm.reports.tables import (
@@ -27,6 +26,7 @@ from hf_qknorm.reports.tables import (
     context_note,
     mean,
     over_names,
+    page_html,
     page_text,
     pair_of_means,
     rest,

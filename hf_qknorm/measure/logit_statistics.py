@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.measure.block_outputs import block_outputs
 from hf_qknorm.measure.logits import measure, visible_keys
-from hf_qknorm.measure.watchable import watchable_layers
+from hf_qknorm.measure.watchable import block_outputs, watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, head_norms
 from hf_qknorm.model.knees import beyond_knee
 from hf_qknorm.model.norms import HeadNorm

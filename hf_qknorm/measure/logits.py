@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.backends.calls import Structure, structure
 from hf_qknorm.ops import library, tiled
-from hf_qknorm.ops.cpu import statistics as cpu_statistics
+from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.cpu import use as cpu_use
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Heads, Options, Visible
@@ -60,7 +60,7 @@ def measure(
         options = Options(scale, softcap, seen.causal, seen.window)
         call = Heads(q, seen.key, seen.key), Visible(seen.ranges, mask=seen.mask), options
         in_cpp = q.device.type == "cpu" and cpu_use.why_not(*call, "cpu_statistics") is None
-        found = (cpu_statistics if in_cpp else tiled).head_statistics(*call, cap)
+        found = (cpu_attention if in_cpp else tiled).head_statistics(*call, cap)
     finite = [x.isfinite().all(-1).all(2).all(0) for x in (q, seen.key)]  # by head
     broken = ~(finite[0] & finite[1].repeat_interleave(len(finite[0]) // len(finite[1])))
     return found._replace(max_logit=found.max_logit.masked_fill(broken, torch.nan)), even

@@ -16,7 +16,6 @@ from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, read_json
 from hf_qknorm.reports import records, tables
-from hf_qknorm.reports.html import page_html
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.scheme import Scheme
 
@@ -129,7 +128,7 @@ class Calibration:
         return tables.page_text(self._page())
 
     def _repr_html_(self) -> str:
-        return page_html(self._page() if self.method == MEASURED else (*self._page(), str(self)))
+        return tables.page_html(self._page() if self.method == MEASURED else (*self._page(), str(self)))
 
     def _page(self) -> tables.Page:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}

@@ -1,11 +1,16 @@
-"""Pages of paragraphs, tables and lists as text, and the cells for a layer's numbers."""
+"""Pages of paragraphs, tables and lists as text and as HTML, and the cells for a layer's numbers.
+
+HTML is for notebooks. All text in it is escaped: names of models and files are not to be trusted. It has no colours: a
+notebook's own, for text and tables, suit its theme.
+"""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from hf_qknorm.files.formatting import format_fixed
 
@@ -15,6 +20,7 @@ READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in n
 BOUND = "bound: the largest |logit| that any input can give"
 GAINS = "gains: the largest of each norm"
 BEYOND = "beyond: the share of vectors beyond the knee"
+LEFT, RIGHT = "text-align:left", "text-align:right"
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,35 @@ Page = Iterable[str | Table | Points]  # a string is a paragraph; empty ones are
 def page_text(page: Page) -> str:
     """The page as text, with an empty line between its parts."""
     return "\n\n".join(text for part in page if (text := str(part)))
+
+
+def page_html(page: Page) -> str:
+    """The page as HTML: it says the same as `page_text`."""
+    return f"<div>{''.join(_part(part) for part in page if str(part))}</div>"
+
+
+def fields_html(fields: Mapping[str, str]) -> str:
+    """A table with a row per title and text."""
+    rows = (_row([title, text], "td", LEFT) for title, text in fields.items())
+    return f"<table><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _part(part: str | Table | Points) -> str:
+    if isinstance(part, Table):
+        head, *body = part.rows
+        below = f"<p>{escape(part.below)}</p>" if part.below else ""
+        rows = "".join(_row(cells, "td") for cells in body)
+        return f"<table><thead>{_row(head, 'th')}</thead><tbody>{rows}</tbody></table>{below}"
+    if isinstance(part, Points):
+        points = "".join(f"<li>{escape(point)}</li>" for point in part.points)
+        return f"<p><strong>{escape(part.heading)}</strong></p><ul>{points}</ul>"
+    return f"<p>{escape(part)}</p>"
+
+
+def _row(cells: Sequence[str], tag: str, style: str = RIGHT) -> str:
+    """A row of a table. The first cell is aligned left, the others by `style`."""
+    styled = (f'<{tag} style="{style if i else LEFT}">{escape(cell)}</{tag}>' for i, cell in enumerate(cells))
+    return f"<tr>{''.join(styled)}</tr>"
 
 
 def over_names(cap: float) -> list[str]:

@@ -22,12 +22,10 @@ from hf_qknorm.reports.records import LayerStatistics
 from hf_qknorm.training.logit_log import LogitSample
 
 GradientNorms = tuple[Tensor | None, Tensor | None]  # of the weights of queries and of keys
-QUERIES, KEYS = (
-    ("q", "uq", "qr"),
-    ("k", "uk"),
-)  # parts that belong to a head; of latent attention, the parts behind the latent
-MEANS = ("entropy", "over_cap", "rms_q", "rms_k", "rms_v")
-OUTPUTS = ("out", "mlp")  # with the means rms_out and rms_mlp
+QUERIES, KEYS = ("q", "uq", "qr"), ("k", "uk")  # parts of a head; of latent attention, those behind the latent
+MEANS = ("cap", "even", "entropy", "over_cap", "rms_q", "rms_k", "rms_v", "rms_out", "rms_mlp")
+SCALARS = ("cap", "even", "rms_out", "rms_mlp")
+UNSEEN = {"rms_k": "k_norm", "rms_out": "out", "rms_mlp": "mlp"}  # what a layer may lack, by `LogitStatistics.lengths`
 
 
 class LogitSampler:
@@ -73,35 +71,33 @@ class LogitSampler:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
             dist.all_reduce(sums)
         layers: dict[str, LayerStatistics] = {}
-        maxima, totals = iter(largest.tolist()), iter(sums.tolist())
-        for name, (heads, heads_kv) in self.shapes.items():
-            top = tuple(next(maxima) for _ in range(heads))
-            seen, cap, even = (next(totals) for _ in range(3))
-            sizes = (heads, heads, heads, heads_kv, heads_kv)
-            fields: dict[str, Any] = {
-                m: tuple(next(totals) / max(seen, 1) for _ in range(n)) for m, n in zip(MEANS, sizes, strict=True)
-            }
-            outputs = [next(totals) / max(seen, 1) for _ in OUTPUTS]
-            if seen:
-                q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
-                gain_q, gain_k = self.gains.get(name, (None, None))
-                known = self.found[name].lengths if name in self.found else ("k_norm", *OUTPUTS)
-                if "k_norm" not in known:
-                    fields["rms_k"] = None
-                fields |= {f"rms_{part}": x for part, x in zip(OUTPUTS, outputs, strict=True) if part in known}
-                fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
-                layers[name] = LayerStatistics(top, cap=cap / seen, even=even / seen, **fields)
+        tops = torch.split(largest.cpu(), [len(top) for top, _ in rows])
+        totals = torch.split(sums.cpu().double(), [len(numbers) for _, numbers in rows])
+        for (name, shape), top, total in zip(self.shapes.items(), tops, totals, strict=True):
+            if not (seen := total[0]):
+                continue
+            means = zip(MEANS, torch.split(total[1:] / seen, _sizes(*shape)), strict=True)
+            fields: dict[str, Any] = {m: x.item() if m in SCALARS else tuple(x.tolist()) for m, x in means}
+            known = self.found[name].lengths if name in self.found else UNSEEN.values()
+            fields |= {field: None for field, part in UNSEEN.items() if part not in known}
+            q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
+            gain_q, gain_k = self.gains.get(name, (None, None))
+            fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
+            layers[name] = LayerStatistics(tuple(top.tolist()), **fields)
         return LogitSample(step, layers) if layers else None
 
 
+def _sizes(heads: int, heads_kv: int) -> list[int]:
+    """The numbers of each of `MEANS`."""
+    return [1 if name in SCALARS else heads_kv if name in ("rms_k", "rms_v") else heads for name in MEANS]
+
+
 def _packed(entry: LogitStatistics | None, heads: int, heads_kv: int) -> tuple[Tensor, Tensor]:
-    """A layer's maxima `[H]`, and the numbers to sum over ranks: 1 if the layer was seen, the cap, and the means."""
+    """A layer's maxima `[H]`, and the numbers to sum over ranks: 1 if the layer was seen, and the means."""
     if entry is None:  # a layer that was skipped on this rank
-        return torch.full((heads,), -1.0), torch.zeros(3 + 3 * heads + 2 * heads_kv + len(OUTPUTS))
-    means = [getattr(entry, name).float() for name in MEANS]
-    means.append(torch.stack([entry.rms_out, entry.rms_mlp]).float())
-    numbers = torch.stack([entry.even.new_tensor(1.0), entry.even.new_tensor(entry.cap), entry.even])
-    return entry.max_logit.float(), torch.cat([numbers.float(), *means])
+        return torch.full((heads,), -1.0), torch.zeros(1 + sum(_sizes(heads, heads_kv)))
+    numbers = [entry.even.new_tensor(x) for x in (1.0, entry.cap)] + [getattr(entry, name) for name in MEANS[1:]]
+    return entry.max_logit.float(), torch.cat([x.float().flatten() for x in numbers])
 
 
 def has_whole_parameters(model: nn.Module) -> bool:

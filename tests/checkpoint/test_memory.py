@@ -18,11 +18,13 @@ from tiny import tiny_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, convert_checkpoint
+from hf_qknorm.checkpoint import memory
 from hf_qknorm.checkpoint.memory import memory_left, parse_size, place_weights, working_memory
 from hf_qknorm.checkpoint.source import open_source
-from hf_qknorm.convert import checkpoint, measured_checkpoint, memory
+from hf_qknorm.convert import checkpoint
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.inspection.inspect import inspect_checkpoint
+from hf_qknorm.measure import measured_checkpoint
 
 KNEE = Scheme(q="rms", k="rms", knee=4)
 BATCHES = [torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(9)]

@@ -40,7 +40,7 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     assert model.training
     assert model.config._attn_implementation == backend
     assert (found.tokens, found.length, found.scheme, found.patched) == (52, 20, None, None)
-    assert found.model_type == family
+    assert (found.model, found.model_type) == (model.name_or_path or type(model).__name__, family)
     patch_model(model.eval(), "none", attn_implementation="hf_qknorm")
     batches = [{"input_ids": x} for x in (batch, tokens(1, 12))]
     assert found.base == predictions(model, batches)[0]

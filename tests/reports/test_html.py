@@ -12,9 +12,8 @@ from tiny import tiny_model
 
 import hf_qknorm as qk
 from hf_qknorm.convert.plan import Plan
-from hf_qknorm.reports.html import page_html
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
-from hf_qknorm.reports.tables import Points, Table, page_text
+from hf_qknorm.reports.tables import Points, Table, page_html, page_text
 from hf_qknorm.scheme import SCHEMES
 
 EVIL = '<script>alert("1 & 2")</script>'

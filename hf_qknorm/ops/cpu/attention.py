@@ -1,4 +1,4 @@
-"""`attention` in C++ on the CPU: the operator `cpu_attention`, and the calls that it takes.
+"""`attention` and its statistics in C++ on the CPU: the operator `cpu_attention`, and the calls that they take.
 
 All arithmetic is in fp32, whatever the dtype of the heads.
 """
@@ -14,6 +14,7 @@ from hf_qknorm.ops.checks import check_call, refuse_forward_mode, why_not_ranges
 from hf_qknorm.ops.cpu import kernels
 from hf_qknorm.ops.library import with_seed
 from hf_qknorm.ops.registration import AS_CALL, HEADS, OPTIONS, VISIBLE, Operator, flatten, is_plain
+from hf_qknorm.ops.tiled import HeadStatistics
 from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -40,6 +41,21 @@ def attention(heads: Heads, visible: Visible, options: Options) -> Tensor:
         return kernels.attend(heads, visible, options)
     call = heads, visible, options
     return CPU_ATTENTION(flatten(*call), call)[0]
+
+
+@torch.no_grad()
+def head_statistics(heads: Heads, visible: Visible, options: Options, cap: float = 50.0) -> HeadStatistics:
+    """`tiled.head_statistics` in C++, in fp32.
+
+    Raises ValueError for a call that it does not take, and RuntimeError where the kernels can't be compiled.
+    """
+    check(heads, visible, options)
+    numbers = kernels.measure(heads, visible, options, cap)
+    largest, entropy, *counts = numbers.unbind(-1)
+    seen, over_half, over_cap = (x.sum((0, 2), dtype=torch.float64).to(torch.int64) for x in counts)
+    queries = (counts[0] > 0).sum((0, 2)).clamp_min(1)
+    top = largest.amax((0, 2)) if largest.numel() else largest.new_zeros(heads.q.shape[1])
+    return HeadStatistics(top, entropy.sum((0, 2)) / queries, seen, over_half, over_cap)
 
 
 def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from hf_qknorm.ops import flex, library, reference
 from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.cpu import norm_rope as cpu_norm_rope
-from hf_qknorm.ops.cpu import statistics as cpu_statistics
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
@@ -170,7 +169,7 @@ def _statistics(problem: Problem) -> Results:
 
 
 def _cpu_statistics(problem: Problem) -> Results:
-    found = cpu_statistics.head_statistics(*problem[1:4])
+    found = cpu_attention.head_statistics(*problem[1:4])
     return {"largest logit": found.max_logit, "entropy": found.entropy}
 
 

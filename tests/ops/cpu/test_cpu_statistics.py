@@ -15,7 +15,7 @@ from tiled_cases import Case, draw_inputs
 from hf_qknorm.backends.calls import Structure
 from hf_qknorm.measure import logits
 from hf_qknorm.ops import reference, tiled
-from hf_qknorm.ops.cpu import statistics, use
+from hf_qknorm.ops.cpu import attention, use
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 CASES = [x for x in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if x.mask is None and not x.dropout]
@@ -37,7 +37,7 @@ def test_statistics_are_the_oracles(case: Case) -> None:
         for wide in (torch.float64, torch.float32)
     )
     cap = 4.0 * case.spread**2
-    got = statistics.head_statistics(inputs.heads, inputs.visible, case.options, cap)
+    got = attention.head_statistics(inputs.heads, inputs.visible, case.options, cap)
     if exact.max_logit.any():
         assert_within_budget(got.max_logit, exact.max_logit, eager.max_logit)
         assert_within_budget(got.entropy, exact.entropy, eager.entropy, "entropy")
@@ -55,7 +55,7 @@ def test_logits_are_counted_over_the_cap_and_over_half_of_it() -> None:
     q, k = torch.ones(1, 2, 2, 1), torch.tensor([0.0, 6.0, 12.0]).view(1, 1, 3, 1)
     q[:, 1] = -2.0
     ranges = torch.tensor([[[0, 3], [0, 1]]], dtype=torch.int32)
-    got = statistics.head_statistics(Heads(q, k, k), Visible(ranges), Options(1.0), cap=10.0)
+    got = attention.head_statistics(Heads(q, k, k), Visible(ranges), Options(1.0), cap=10.0)
     assert [x.tolist() for x in got[2:]] == [[4, 4], [2, 2], [1, 2]]
     assert got.max_logit.tolist() == [12.0, 24.0]
 
@@ -65,7 +65,7 @@ def test_numbers_that_are_not_finite_are_reported(softcap: float | None) -> None
     q, k, v = (x.detach() for x in make_qkv(1, 3, 3, 9, 9, 16))
     q[:, 0, 4, 0], q[:, 1] = torch.nan, 1e20
     k[:, 1] = -1e20  # logits of -inf
-    found = statistics.head_statistics(Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True))
+    found = attention.head_statistics(Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True))
     assert math.isnan(found.max_logit[0])
     assert found.max_logit[1] == math.inf
     assert found.entropy[2].isfinite()
@@ -76,13 +76,13 @@ def test_numbers_that_are_not_finite_are_reported(softcap: float | None) -> None
 def test_statistics_of_nothing_are_zeros(shape: tuple[int, int]) -> None:
     batch, queries = shape
     q, k = torch.zeros(batch, 4, queries, 16), torch.zeros(batch, 2, 7, 16)
-    assert not any(x.any() for x in statistics.head_statistics(Heads(q, k, k), Visible(), Options(1.0)))
+    assert not any(x.any() for x in attention.head_statistics(Heads(q, k, k), Visible(), Options(1.0)))
 
 
 def test_models_are_measured_by_it_but_for_arbitrary_masks(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    inner = statistics.head_statistics
-    monkeypatch.setattr(statistics, "head_statistics", lambda *given: calls.append(given) or inner(*given))
+    inner = attention.head_statistics
+    monkeypatch.setattr(attention, "head_statistics", lambda *given: calls.append(given) or inner(*given))
     q, k = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16)
     seen = Structure(k, k, None, None, True, None)
     logits.measure(q, seen, 0.25, None, cap=50.0)  # the first call checks it
