@@ -28,6 +28,7 @@ ORDERS = (
 )
 
 
+@pytest.mark.costly
 def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
     """Beyond those that transformers' Auto classes load, which differ by its version."""
     script = (
@@ -39,7 +40,8 @@ def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
     assert child(script, home=tmp_path, quiet=True) == "[]\n"
 
 
-@pytest.mark.parametrize("first", slow_but(["hf_qknorm", "transformers.modeling_utils, hf_qknorm"], ORDERS))
+@pytest.mark.costly
+@pytest.mark.parametrize("first", slow_but(["transformers.modeling_utils, hf_qknorm"], ORDERS))
 def test_attention_functions_and_masks_are_registered_in_any_order(tmp_path, first):
     script = (
         f"import {first}\n"
@@ -85,11 +87,10 @@ def test_names_that_load_when_first_used_are_the_modules_own(tmp_path):
     assert child(listed + starred, home=tmp_path) == "True\nhf_qknorm.training.clip hf_qknorm.training.blend\n"
 
 
-@pytest.mark.parametrize("name", hf_qknorm.__all__)
-def test_public_names_resolve_and_pickle_by_reference(name):
-    value = getattr(hf_qknorm, name)
-    if inspect.isclass(value) or inspect.isfunction(value):
-        assert pickle.loads(pickle.dumps(value)) is value
+def test_public_names_resolve_and_pickle_by_reference():
+    for value in (getattr(hf_qknorm, name) for name in hf_qknorm.__all__):
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert pickle.loads(pickle.dumps(value)) is value
 
 
 def test_an_unknown_name_raises_as_in_any_module():

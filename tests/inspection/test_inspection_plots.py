@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -52,7 +50,7 @@ def drawn(monkeypatch, tmp_path, found: Inspection) -> Figure:
 
 @pytest.mark.parametrize(
     ("layers", "heads", "size"),
-    [*((4, 4, size) for size in (0.0, 0.01, 10.0, 1e5)), (1, 1, 10.0), (24, 16, 10.0), (80, 64, 10.0), (3, 128, 10.0)],
+    [(4, 4, 0.0), (4, 4, 1e5), (1, 1, 10.0), (40, 32, 10.0), (3, 128, 10.0)],
 )
 def test_any_shape_and_any_size_can_be_drawn(tmp_path, layers, heads, size):
     heat_map(inspection(layers, heads, size), tmp_path / "map.png")
@@ -75,21 +73,6 @@ def test_both_maps_show_the_numbers(monkeypatch, tmp_path):
     collapsed = sum(len(risk.collapsed) for risk in found.risks)
     assert collapsed > 0
     assert len(middle.collections[0].get_paths()) == collapsed
-
-
-def test_many_cells_have_no_text(monkeypatch, tmp_path):
-    left, middle, *_ = drawn(monkeypatch, tmp_path, inspection(80, 64)).axes
-    assert not left.texts
-    assert not middle.texts
-    assert len(left.get_xticks()) <= 16
-    assert len(left.get_yticks()) <= 24
-
-
-@pytest.mark.parametrize("cap", [10.0, 50.0])
-def test_colours_depend_on_the_cap(monkeypatch, tmp_path, cap):
-    left, middle, *_ = drawn(monkeypatch, tmp_path, inspection(4, 4, cap=cap)).axes
-    assert (left.images[0].norm.vmin, left.images[0].norm.vmax) == (cap / 16, 2 * cap)
-    assert (middle.images[0].norm.vmin, middle.images[0].norm.vmax) == (0, 4.5)
 
 
 def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
