@@ -88,15 +88,6 @@ def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1
 
 
-@pytest.mark.slow
-def test_matplotlib_is_imported_only_to_draw():
-    code = (
-        "import sys, hf_qknorm.cli, hf_qknorm.inspection.inspect, hf_qknorm.demo.run, hf_qknorm.hub.card, "
-        "hf_qknorm.training.logit_monitor; sys.exit('matplotlib' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
 def with_knees(rises: dict[float, tuple[float, float | None]], largest: float = 10.0) -> Inspection:
     """An inspection with the rise in loss and the bound at each knee."""
     trials = tuple(KneeTrial(knee, rise, 0.0, bound) for knee, (rise, bound) in rises.items())
