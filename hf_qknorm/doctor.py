@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_qknorm.backends.implementations import TRITON, Choice, choose
+from hf_qknorm.attend.implementations import TRITON, Choice, choose
 from hf_qknorm.files.cache_folder import folder
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import build, use

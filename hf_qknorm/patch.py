@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_qknorm.backends import functions
+from hf_qknorm.attend import functions
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall

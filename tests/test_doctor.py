@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_qknorm
 from hf_qknorm import cli, doctor
-from hf_qknorm.backends import functions, implementations
+from hf_qknorm.attend import functions, implementations
 from hf_qknorm.files.cache_folder import folder, make_folder
 from hf_qknorm_command import findings
 from hf_qknorm_command.findings import TESTED, check_version, find_versions

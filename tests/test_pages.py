@@ -14,7 +14,7 @@ from pages import NAMES, PAGES, ROOT, WRITTEN, anchors, code_files, links, named
 from test_layers import MODULES, imports
 
 import hf_qknorm as qk
-from hf_qknorm.backends.functions import CAP_BACKENDS
+from hf_qknorm.attend.functions import CAP_BACKENDS
 
 ARCHITECTURE = "hf_qknorm/README.md"
 REFUSALS = "hf_qknorm/checkpoint/README.md"
@@ -175,7 +175,7 @@ def test_the_readme_has_a_row_for_every_scheme():
 
 
 def test_the_page_of_backends_names_every_backend_that_caps():
-    page = text_of("hf_qknorm/backends/README.md")
+    page = text_of("hf_qknorm/attend/README.md")
     flash = page.partition("flash_attention_")[2]
     for backend in CAP_BACKENDS:
         assert f"`{backend}`" in page or backend.removeprefix("flash_attention_") in flash.partition("`")[0]

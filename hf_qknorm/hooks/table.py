@@ -59,7 +59,7 @@ def install_hooks() -> None:
 
 
 def _add_attention_functions(modeling_utils: Any) -> None:
-    from hf_qknorm.backends.functions import register  # here, since it imports transformers' model code
+    from hf_qknorm.attend.functions import register  # here, since it imports transformers' model code
 
     register()
 
@@ -117,7 +117,7 @@ HOOKS: Final = (
         "TRL loads the reference model by the policy's name, and gets a copy of the model in memory",
     ),
     Hook(
-        "hf_qknorm.backends.caches",
+        "hf_qknorm.attend.caches",
         "DynamicLayer",
         _store_without_room,
         "transformers>=5.17",

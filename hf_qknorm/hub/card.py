@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.backends.functions import CAP_BACKENDS
+from hf_qknorm.attend.functions import CAP_BACKENDS
 from hf_qknorm.checkpoint.config import read_config
 from hf_qknorm.export.targets import find_target
 from hf_qknorm.families import FAMILIES

@@ -74,7 +74,7 @@ class QKNormPlugin(BasePlugin):
 
     def pre_model_load(self, cfg: Any) -> None:
         """Refuse an attention backend that would drop the cap, before the model is loaded."""
-        from hf_qknorm.backends.functions import CAP_BACKENDS
+        from hf_qknorm.attend.functions import CAP_BACKENDS
 
         scheme, stored = _scheme(cfg), _stored_scheme(cfg.base_model, cfg.revision_of_model)
         cap = (stored[1] if stored else scheme or qk.Scheme()).softcap

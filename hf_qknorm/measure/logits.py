@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.backends.calls import Structure, structure
+from hf_qknorm.attend.calls import Structure, structure
 from hf_qknorm.ops import library, tiled
 from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.cpu import use as cpu_use

@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping, r
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from hf_qknorm.backends import functions
+from hf_qknorm.attend import functions
 from hf_qknorm.families import FAMILIES, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import REPORT

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.backends import caches, functions, implementations
-from hf_qknorm.backends.calls import as_results, is_padded_ranges, is_ranges, make_call
+from hf_qknorm.attend import caches, functions, implementations
+from hf_qknorm.attend.calls import as_results, is_padded_ranges, is_ranges, make_call
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hf_qknorm.backends import functions
+from hf_qknorm.attend import functions
 from hf_qknorm.families import Family
 from hf_qknorm.families.style import add_to_cache
 from hf_qknorm.model.cross_attention import attend_across

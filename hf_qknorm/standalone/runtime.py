@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
-from hf_qknorm.backends.functions import eager_attention
+from hf_qknorm.attend.functions import eager_attention
 
 DERIVED: Final = "hf_qknorm.model.derived"
 OWN_BACKENDS: Final = ("hf_qknorm", "hf_qknorm_eager")  # checkpoints ask for the first; both are eager here

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_qknorm.backends.calls import Structure
+from hf_qknorm.attend.calls import Structure
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import world_size
 from hf_qknorm.measure.head_weights import attention_head_weights, normed_sides, parameter_factors

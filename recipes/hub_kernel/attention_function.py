@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.backends.calls import as_results, make_call
-from hf_qknorm.backends.spans import CHUNK, read
+from hf_qknorm.attend.calls import as_results, make_call
+from hf_qknorm.attend.spans import CHUNK, read
 from hf_qknorm.ops import library
 from hf_qknorm.ops.checks import why_not_ranges
 from hf_qknorm.ops.types import Heads

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_qknorm.backends.caches import room
+from hf_qknorm.attend.caches import room
 
 WINDOW = 5
 LAYERS: dict[str, Callable[[], Any]] = {

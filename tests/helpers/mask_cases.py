@@ -12,7 +12,7 @@ from tables import dense
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, masking_utils
 
-from hf_qknorm.backends.calls import is_ranges, structure
+from hf_qknorm.attend.calls import is_ranges, structure
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import reference
 
@@ -75,7 +75,7 @@ def visible_keys(mask: Tensor | None, expected: Tensor, causal: bool, window: in
 
 
 def assert_ranges(mask: Tensor, batch: int, queries: int, keys: int) -> None:
-    """Fail unless the mask is ranges as `hf_qknorm.backends.calls` describes them."""
+    """Fail unless the mask is ranges as `hf_qknorm.attend.calls` describes them."""
     assert is_ranges(mask)
     assert mask.shape == (batch, 1, queries, 2)
     assert int(mask.min()) >= 0

@@ -9,7 +9,7 @@ from tables import assert_near
 from tiny import tiny_model
 
 from hf_qknorm import patch_model
-from hf_qknorm.backends.calls import Structure
+from hf_qknorm.attend.calls import Structure
 from hf_qknorm.measure.logits import measure, measure_by_kernels, visible_keys
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference

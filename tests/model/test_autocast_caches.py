@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="needs Triton, which comes with torch on CU
 from kernel_models import DEVICE
 
 from hf_qknorm import logit_statistics, patch_model
-from hf_qknorm.backends.functions import REGISTERED
+from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.cpu import build

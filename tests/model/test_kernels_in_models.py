@@ -15,7 +15,7 @@ from random_qkv import make_qkv
 from slow import slow_but
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
-from hf_qknorm.backends.functions import REGISTERED
+from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, add_standalone, patch_model
-from hf_qknorm.backends.functions import SERVER_BACKENDS
+from hf_qknorm.attend.functions import SERVER_BACKENDS
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
 

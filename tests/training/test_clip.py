@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_qknorm import QKClip, Scheme, logit_statistics, patch_model
-from hf_qknorm.backends.calls import Structure
+from hf_qknorm.attend.calls import Structure
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.training.clip import largest_logits
 

@@ -12,7 +12,7 @@ from error_budget import assert_within_budget
 from random_qkv import make_qkv
 from tiled_cases import Case, draw_inputs
 
-from hf_qknorm.backends.calls import Structure
+from hf_qknorm.attend.calls import Structure
 from hf_qknorm.measure import logits
 from hf_qknorm.ops import reference, tiled
 from hf_qknorm.ops.cpu import attention, use

@@ -17,9 +17,9 @@ from operator_calls import call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_qknorm import doctor
-from hf_qknorm.backends import implementations
-from hf_qknorm.backends.functions import REGISTERED
-from hf_qknorm.backends.implementations import CPP, TILED, Choice
+from hf_qknorm.attend import implementations
+from hf_qknorm.attend.functions import REGISTERED
+from hf_qknorm.attend.implementations import CPP, TILED, Choice
 from hf_qknorm.ops.cpu import attention, build, library_file, use
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check

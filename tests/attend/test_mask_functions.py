@@ -12,8 +12,8 @@ from tables import dense
 from transformers import masking_utils
 
 from hf_qknorm import Scheme
-from hf_qknorm.backends import mask_functions
-from hf_qknorm.backends.calls import is_ranges
+from hf_qknorm.attend import mask_functions
+from hf_qknorm.attend.calls import is_ranges
 from hf_qknorm.patch import patched_config
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from hf_qknorm.backends.caches import ALIGNED, LEAST_ROOM, MOST_ROOM, SHARE, is_empty, room, update
+from hf_qknorm.attend.caches import ALIGNED, LEAST_ROOM, MOST_ROOM, SHARE, is_empty, room, update
 
 
 @pytest.mark.parametrize("count", [1, 3])

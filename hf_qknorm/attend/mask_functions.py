@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from hf_qknorm.backends.spans import Spans
+from hf_qknorm.attend.spans import Spans
 
 logger = logging.getLogger(__name__)
 

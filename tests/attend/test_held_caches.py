@@ -15,7 +15,7 @@ from growing_caches import LAYERS, append, assert_same, cache_of, states, tokens
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_qknorm.backends.caches import LEAST_ROOM, update
+from hf_qknorm.attend.caches import LEAST_ROOM, update
 
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda x: x,

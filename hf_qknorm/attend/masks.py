@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.utils import is_tracing
 
-from hf_qknorm.backends.mask_functions import MaskFunction, known
-from hf_qknorm.backends.spans import CHUNK, Spans, read
+from hf_qknorm.attend.mask_functions import MaskFunction, known
+from hf_qknorm.attend.spans import CHUNK, Spans, read
 from hf_qknorm.families import FAMILIES
 
 # The code of transformers' mask functions without gaps between a query's keys, and of their conjunction: a trace goes

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
-from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
+from hf_qknorm.attend.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.cpu import build

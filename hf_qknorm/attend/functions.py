@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from hf_qknorm.backends.calls import (
+from hf_qknorm.attend.calls import (
     as_results,
     is_padded_ranges,
     is_ranges,
@@ -24,7 +24,7 @@ from hf_qknorm.backends.calls import (
     refuse_unsupported,
     structure,
 )
-from hf_qknorm.backends.implementations import (
+from hf_qknorm.attend.implementations import (
     IMPLEMENTATIONS,
     TRITON,
     Implementation,
@@ -33,7 +33,7 @@ from hf_qknorm.backends.implementations import (
     log_once,
     refuse,
 )
-from hf_qknorm.backends.masks import structured_mask
+from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.checks import check_mask

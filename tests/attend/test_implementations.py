@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_qknorm import SCHEMES, patch_model
-from hf_qknorm.backends import functions, implementations
-from hf_qknorm.backends.implementations import CPP, TILED
+from hf_qknorm.attend import functions, implementations
+from hf_qknorm.attend.implementations import CPP, TILED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import flex, library, operators
 from hf_qknorm.ops.trust import first_use
@@ -183,7 +183,7 @@ def test_raw_heads_of_an_explicit_name_raise_too(distrusted):
 
 
 def test_statistics_are_measured_in_blocks_where_the_kernels_are_wrong(distrusted):
-    from hf_qknorm.backends.calls import Structure
+    from hf_qknorm.attend.calls import Structure
     from hf_qknorm.measure.logits import measure_by_kernels
 
     seen = Structure(Q, Q, None, None, True, None)

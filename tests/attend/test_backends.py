@@ -14,8 +14,8 @@ from tables import LENGTH, MODEL_TYPES, PAIRS, applies, assert_near, make_batch,
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
-from hf_qknorm.backends import implementations
-from hf_qknorm.backends.functions import CAP_BACKENDS, REGISTERED
+from hf_qknorm.attend import implementations
+from hf_qknorm.attend.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
 

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from transformers import masking_utils
 
-from hf_qknorm.backends.calls import is_padded_ranges, structure
-from hf_qknorm.backends.masks import structured_mask
+from hf_qknorm.attend.calls import is_padded_ranges, structure
+from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.ops import reference
 
 pytestmark = [

@@ -9,7 +9,7 @@ import torch
 from tables import assert_near, fingerprint, sharp_model
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.backends.functions import REGISTERED
+from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 
 

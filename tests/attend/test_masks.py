@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache, masking_utils
 
 from hf_qknorm import patch_model
-from hf_qknorm.backends.calls import is_ranges, structure
-from hf_qknorm.backends.functions import REGISTERED
-from hf_qknorm.backends.masks import CHUNK, structured_mask
+from hf_qknorm.attend.calls import is_ranges, structure
+from hf_qknorm.attend.functions import REGISTERED
+from hf_qknorm.attend.masks import CHUNK, structured_mask
 from hf_qknorm.ops import reference
 
 
@@ -118,7 +118,7 @@ OWN = [
 )
 def test_functions_of_the_users_own_are_ranges_where_they_can_be(own, padding, chunk, monkeypatch):
     function, contiguous = own
-    monkeypatch.setattr("hf_qknorm.backends.masks.CHUNK", chunk)
+    monkeypatch.setattr("hf_qknorm.attend.masks.CHUNK", chunk)
     given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
     expected = transformers_own("causal", config("causal"), 9, given, **function)
     mask = create("causal", config("causal"), 9, given, **function)
