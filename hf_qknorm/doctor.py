@@ -14,10 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.attend.implementations import TRITON, Choice, choose
 from hf_qknorm.files.cache_folder import folder
 from hf_qknorm.ops import library
-from hf_qknorm.ops.cpu import build, use
+from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Call, Heads, Options, Visible
@@ -101,7 +102,7 @@ def _attention(device: torch.device) -> Iterator[Finding]:
 
 def _cpu_kernels() -> Finding:
     """Whether the C++ kernels are there; they are compiled if they were not before."""
-    reason = use.why_not_here()
+    reason = cpu_kernels.why_not_here()
     text = f"runs {build.name()}" if reason is None else f"can't run here: {' '.join(reason.split())}"
     return Finding("hf_qknorm_cpu", text, "ok" if reason is None else "note")
 

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.ops import flex, library, reference
 from hf_qknorm.ops.checks import why_not_ranges
 from hf_qknorm.ops.cpu import attention as cpu
-from hf_qknorm.ops.cpu import use as cpu_use
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.trust.code_path import Operator
 from hf_qknorm.ops.types import Call, Heads, LayerCache, Norm, Options, Rotary, Visible
@@ -56,7 +56,7 @@ def _why_not_flex(heads: Heads, visible: Visible, options: Options) -> str | Non
 TRITON: Final = Implementation(
     "its Triton kernels", _why_not_triton, library.fused_attention, ("cuda",), name="hf_qknorm_triton"
 )
-CPP: Final = Implementation("its C++ kernels", cpu_use.why_not, cpu.attention, ("cpu",), name="hf_qknorm_cpu")
+CPP: Final = Implementation("its C++ kernels", cpu_kernels.why_not, cpu.attention, ("cpu",), name="hf_qknorm_cpu")
 FLEX: Final = Implementation("FlexAttention", _why_not_flex, flex.attention, ("cuda",))
 TILED: Final = Implementation("tiled in PyTorch", lambda *call: None, library.attention, name="hf_qknorm_tiled")
 IMPLEMENTATIONS: Final = (TRITON, CPP, FLEX, TILED)

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.attend import caches, functions, implementations
+from hf_qknorm.attend import caches, cpu_kernels, functions, implementations
 from hf_qknorm.attend.calls import as_results, is_padded_ranges, is_ranges, make_call
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.model.rotary import kernel_rotary
 from hf_qknorm.ops import library
-from hf_qknorm.ops.cpu import norm_rope, use
+from hf_qknorm.ops.cpu import norm_rope
 from hf_qknorm.ops.types import Heads, Norm
 
 
@@ -68,7 +68,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             return super()._norm_rotate(q, k, v, positions, cache, options)
         rotary = kernel_rotary(positions, self.family.rope)
         q_norm, k_norm = norms
-        if not (use.serves_norm_rope(q, q_norm, rotary) and use.serves_norm_rope(k, k_norm, rotary)):
+        if not (cpu_kernels.serves_norm_rope(q, q_norm, rotary) and cpu_kernels.serves_norm_rope(k, k_norm, rotary)):
             return super()._norm_rotate(q, k, v, positions, cache, options)
         return norm_rope.norm_rope_one(q, q_norm, rotary), norm_rope.norm_rope_one(k, k_norm, rotary), v
 
@@ -76,7 +76,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         """The norms of q and k if the C++ kernels may apply them, with RoPE; None if not, or if there are none."""
         if "q_norm" not in self._modules and "k_norm" not in self._modules:
             return None
-        if self.family.style.prescaled or torch.compiler.is_compiling() or not use.is_ready():
+        if self.family.style.prescaled or torch.compiler.is_compiling() or not cpu_kernels.is_ready():
             return None
         cpu = torch.device("cpu")
         q_norm, k_norm = self._kernel_norm("q_norm", cpu), self._kernel_norm("k_norm", cpu)

@@ -18,7 +18,7 @@ MOST_COLUMNS: Final = 256
 def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     """`reference.norm_rope_one` of heads `[B, H, T, D]`, rounded once; the result is laid out as `[B, T, H, D]`.
 
-    It has no gradient. The caller asks `use.serves_norm_rope`. Raises ValueError for tensors that do not fit x, with
+    It has no gradient. The caller asks `attend.cpu_kernels`. Raises ValueError for tensors that do not fit x, with
     their name, and RuntimeError where the kernels can't be compiled.
     """
     name, gain, bias, _, eps, _, sharpness = norm
@@ -30,7 +30,7 @@ def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
 
 
 def takes(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
-    """Whether `norm_rope_one` takes these heads; `use.serves_norm_rope` knows whether they are trusted.
+    """Whether `norm_rope_one` takes these heads; `attend.cpu_kernels` knows whether they are trusted.
 
     PyTorch broadcasts other shapes, or raises its own error.
     """

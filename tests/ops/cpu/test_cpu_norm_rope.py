@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import patch_model
+from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import as_unpatched
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.cpu import norm_rope, use
+from hf_qknorm.ops.cpu import norm_rope
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Norm, Rotary
 
@@ -98,7 +99,7 @@ def test_angles_that_do_not_fit_are_left_to_torch(shape):
     assert norm_rope.takes(x, Norm("rms"), Rotary(torch.ones(1, 1, 4), torch.ones(1, 1, 4)))
     assert not norm_rope.takes(x, Norm("rms"), Rotary(cos, cos))
     with torch.no_grad():
-        assert not use.serves_norm_rope(x, Norm("rms"), Rotary(cos, cos))
+        assert not cpu_kernels.serves_norm_rope(x, Norm("rms"), Rotary(cos, cos))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 16), (2, 8), (2, 16, 1)], ids=str)
@@ -111,15 +112,15 @@ def test_gains_that_do_not_fit_are_left_to_torch(shape):
 
 def test_the_variable_turns_it_off(monkeypatch):
     monkeypatch.setenv("HF_QKNORM_CPU", "0")
-    assert not use.is_ready()
+    assert not cpu_kernels.is_ready()
 
 
 @pytest.fixture
 def unchecked(monkeypatch):
     """No verdict of this process or of the disk, and no demand."""
-    monkeypatch.delenv(use.SWITCH, raising=False)
+    monkeypatch.delenv(cpu_kernels.SWITCH, raising=False)
     monkeypatch.setattr(first_use, "_reasons", {})
-    monkeypatch.setattr(use, "_served", set())
+    monkeypatch.setattr(cpu_kernels, "_served", set())
     monkeypatch.setattr(first_use.verdict_files, "read", lambda *_: None)
     monkeypatch.setattr(first_use.verdict_files, "write", lambda *_: None)
     first_use._warn.cache_clear()
@@ -129,7 +130,7 @@ def unchecked(monkeypatch):
 
 def served(norm: Norm) -> bool:
     with torch.no_grad():
-        return use.serves_norm_rope(torch.zeros(1, 2, 3, 16), norm, None)
+        return cpu_kernels.serves_norm_rope(torch.zeros(1, 2, 3, 16), norm, None)
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer", "l2", "none"])
@@ -142,7 +143,7 @@ def test_a_right_kernel_passes_its_check(kind, unchecked):
     assert served(Norm(kind, torch.ones(16)))
     assert not first_use._reasons  # it is not asked again
     with torch.enable_grad():
-        assert not use.serves_norm_rope(torch.zeros(1, 2, 3, 16), Norm(kind, torch.ones(16)), None)
+        assert not cpu_kernels.serves_norm_rope(torch.zeros(1, 2, 3, 16), Norm(kind, torch.ones(16)), None)
 
 
 def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplog):
@@ -152,7 +153,7 @@ def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplo
     (record,) = caplog.records
     assert "the queries has a relative error" in record.getMessage()
     assert "PyTorch norms and rotates instead" in record.getMessage()
-    monkeypatch.setenv(use.SWITCH, "1")
+    monkeypatch.setenv(cpu_kernels.SWITCH, "1")
     with pytest.raises(RuntimeError, match="HF_QKNORM_CPU=1 demands"):
         served(Norm("rms"))
 
@@ -170,7 +171,7 @@ def test_a_call_before_any_check_is_checked_later(unchecked, monkeypatch):
 def test_without_a_compiled_library_models_norm_in_torch(calls, monkeypatch):
     made = model("qk_norm")
     calls.clear()
-    monkeypatch.setattr(use, "is_ready", lambda: False)
+    monkeypatch.setattr(cpu_kernels, "is_ready", lambda: False)
     step(made)
     assert not calls
 

@@ -12,10 +12,11 @@ from error_budget import assert_within_budget
 from random_qkv import make_qkv
 from tiled_cases import Case, draw_inputs
 
+from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.attend.calls import Structure
 from hf_qknorm.measure import logits
 from hf_qknorm.ops import reference, tiled
-from hf_qknorm.ops.cpu import attention, use
+from hf_qknorm.ops.cpu import attention
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 CASES = [x for x in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if x.mask is None and not x.dropout]
@@ -92,6 +93,6 @@ def test_models_are_measured_by_it_but_for_arbitrary_masks(monkeypatch: pytest.M
     masked = seen._replace(mask=reference.visible(6, 6, causal=True)[None, None], causal=False)
     other, _ = logits.measure(q, masked, 0.25, None, cap=50.0)
     torch.testing.assert_close(found, other)
-    monkeypatch.setenv(use.SWITCH, "0")
+    monkeypatch.setenv(cpu_kernels.SWITCH, "0")
     logits.measure(q, seen, 0.25, None, cap=50.0)
     assert len(calls) == 1

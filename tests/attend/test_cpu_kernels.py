@@ -17,14 +17,15 @@ from operator_calls import call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_qknorm import doctor
-from hf_qknorm.attend import implementations
+from hf_qknorm.attend import cpu_kernels, implementations
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.attend.implementations import CPP, TILED, Choice
-from hf_qknorm.ops.cpu import attention, build, library_file, use
+from hf_qknorm.ops.cpu import attention, build, library_file
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check
 from hf_qknorm.ops.types import Call
 
+pytestmark = pytest.mark.usefixtures("compiled")
 LAYER = torch.nn.Module()
 LAYER.config = SimpleNamespace(_attn_implementation="hf_qknorm_cpu")
 Q = torch.zeros(1, 2, 9, 16)
@@ -44,9 +45,9 @@ CACHED = (
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test is a new process, without the variable."""
-    monkeypatch.delenv(use.SWITCH, raising=False)
+    monkeypatch.delenv(cpu_kernels.SWITCH, raising=False)
     monkeypatch.setattr(first_use, "_reasons", {})
-    monkeypatch.setattr(use, "_served", set())
+    monkeypatch.setattr(cpu_kernels, "_served", set())
     monkeypatch.setattr(first_use, "_absent", set())
     first_use._warn.cache_clear()
     forget()
@@ -88,12 +89,12 @@ def test_a_cpu_takes_them():
 @pytest.mark.parametrize(("heads", "options"), [(Q, {"mask": MASK}), (Q.double(), {})], ids=["mask", "fp64"])
 def test_calls_that_they_do_not_take_are_tiled(value, heads, options, monkeypatch):
     if value is not None:
-        monkeypatch.setenv(use.SWITCH, value)
+        monkeypatch.setenv(cpu_kernels.SWITCH, value)
     assert choose(heads, heads, heads, **options).implementation is TILED
 
 
 def test_the_switch_turns_them_off(monkeypatch):
-    monkeypatch.setenv(use.SWITCH, "0")
+    monkeypatch.setenv(cpu_kernels.SWITCH, "0")
     chosen = choose(Q, Q, Q)
     assert chosen.implementation is TILED
     assert "HF_QKNORM_CPU=0" in str(chosen)
@@ -103,7 +104,7 @@ def test_the_switch_turns_them_off(monkeypatch):
 
 @pytest.mark.parametrize("value", ["", "2", "yes"])
 def test_another_value_of_the_switch_is_refused(value, monkeypatch):
-    monkeypatch.setenv(use.SWITCH, value)
+    monkeypatch.setenv(cpu_kernels.SWITCH, value)
     with pytest.raises(ValueError, match=f"HF_QKNORM_CPU must be 1 .* or 0 .*, got {value!r}"):
         choose(Q, Q, Q)
 
@@ -117,7 +118,7 @@ def test_without_a_compiler_tiled_runs_unless_they_are_demanded(monkeypatch):
     found = {finding.topic: finding for finding in doctor._attention(torch.device("cpu"))}
     assert found["hf_qknorm_cpu"].level == "note"
     assert NONE in found["hf_qknorm"].text
-    monkeypatch.setenv(use.SWITCH, "1")
+    monkeypatch.setenv(cpu_kernels.SWITCH, "1")
     with pytest.raises(RuntimeError, match=f"HF_QKNORM_CPU=1 demands.*{re.escape(NONE)}.*CXX.*unset HF_QKNORM_CPU"):
         choose(Q, Q, Q)
     (problem,) = doctor._attention(torch.device("cpu"))
@@ -134,7 +135,7 @@ def test_a_failed_check_warns_with_figures_and_takes_tiled(monkeypatch, caplog, 
         assert part in record.getMessage()
     with pytest.raises(ValueError, match="hf_qknorm_cpu.*5.0e-02"):
         REGISTERED["hf_qknorm_cpu"](LAYER, Q, Q, Q, None)
-    monkeypatch.setenv(use.SWITCH, "1")
+    monkeypatch.setenv(cpu_kernels.SWITCH, "1")
     with pytest.raises(RuntimeError, match="demands.*5.0e-02"):
         choose(Q, Q, Q)
 
@@ -154,8 +155,8 @@ def test_attention_and_its_statistics_have_verdicts_of_their_own(order, monkeypa
     monkeypatch.setattr(first_use, "why_distrusted", lambda *given: None if given[3] == order[0] else "wrong")
     monkeypatch.setattr(first_use, "has_verdict", lambda *_: True)
     for _ in range(2):
-        assert use.why_not(*call(Q, Q, Q), order[0]) is None
-        assert use.why_not(*call(Q, Q, Q), order[1]) == "wrong"
+        assert cpu_kernels.why_not(*call(Q, Q, Q), order[0]) is None
+        assert cpu_kernels.why_not(*call(Q, Q, Q), order[1]) == "wrong"
 
 
 def test_the_check_finds_a_wrong_kernel(monkeypatch):
