@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 from hf_qknorm.hooks import adapters, auto_classes, in_memory, liger, unpatched_classes
@@ -50,8 +51,7 @@ def install_hooks() -> None:
     value = os.environ.get(SWITCH, "1")
     if value not in ("0", "1"):
         raise ValueError(
-            f"{SWITCH} must be 1 (all changes to other libraries) or 0 (model types and attention functions alone), "
-            f"got {value!r}"
+            f"{SWITCH} must be 1 (all changes to other libraries) or 0 (those that patched models need), got {value!r}"
         )
     for hook in HOOKS:
         if hook.needed or value == "1":
@@ -59,9 +59,7 @@ def install_hooks() -> None:
 
 
 def _add_attention_functions(modeling_utils: Any) -> None:
-    from hf_qknorm.attend.functions import register  # here, since it imports transformers' model code
-
-    register()
+    import_module("hf_qknorm.attend.functions")  # here, since it imports transformers' model code
 
 
 def _store_without_room(caches: Any) -> None:
@@ -89,6 +87,14 @@ HOOKS: Final = (
         needed=True,
     ),
     Hook(
+        "transformers.modeling_utils",
+        "PreTrainedModel._load_pretrained_model",
+        unpatched_classes.check_weights,
+        "transformers>=5.17",
+        "transformers' model classes refuse a patched checkpoint, and load patched towers with ε and checks",
+        needed=True,
+    ),
+    Hook(
         "transformers.configuration_utils",
         "PreTrainedConfig.__post_init__",
         unpatched_classes.check_config,
@@ -101,13 +107,6 @@ HOOKS: Final = (
         in_memory.read_config,
         "transformers>=5.17",
         "`AutoConfig` gives the config of a model that was changed in memory by the model's name",
-    ),
-    Hook(
-        "transformers.modeling_utils",
-        "PreTrainedModel._load_pretrained_model",
-        unpatched_classes.check_weights,
-        "transformers>=5.17",
-        "model classes of transformers refuse the weights of a patched checkpoint; patched towers in them are checked",
     ),
     Hook(
         "transformers.modeling_utils",

@@ -13,6 +13,7 @@ import pytest
 from children import child
 from packaging.requirements import Requirement
 from pages import ROOT, text_of
+from transformers import AttentionInterface
 
 from hf_qknorm.hooks.install import after_import, wrap
 from hf_qknorm.hooks.table import HOOKS, install_hooks
@@ -57,15 +58,22 @@ def test_the_test_of_a_hook_exists(name):
     assert f"\ndef {test}(" in (ROOT / file).read_text()
 
 
+def run_without(name: str, test: str) -> int:
+    """The exit status of pytest for a test without the hook of this name."""
+    return subprocess.run([sys.executable, "-c", WITHOUT, name, test], cwd=ROOT, timeout=500, check=False).returncode
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TESTS)
 def test_its_test_fails_without_a_hook(name):
     if (library := name.partition(".")[0]) in OPTIONAL:
         pytest.importorskip(library)
-    ran = subprocess.run(
-        [sys.executable, "-c", WITHOUT, name, TESTS[name]], cwd=ROOT, capture_output=True, text=True, timeout=500
-    )
-    assert ran.returncode == pytest.ExitCode.TESTS_FAILED, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert run_without(name, TESTS[name]) == pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.mark.slow
+def test_the_test_of_a_hook_passes_without_another():
+    assert run_without("yaml.Dumper", TESTS["transformers.modeling_utils.PreTrainedModel.from_pretrained"]) == 0
 
 
 @pytest.mark.parametrize("hook", HOOKS, ids=lambda hook: hook.name)
@@ -91,8 +99,19 @@ def test_the_variable_leaves_what_patched_models_need(value, left, tmp_path, mon
 
 def test_another_value_is_refused(monkeypatch):
     monkeypatch.setenv("HF_QKNORM_HOOKS", "off")
-    with pytest.raises(ValueError, match=r"^HF_QKNORM_HOOKS must be 1 \(all .* or 0 \(model types .*, got 'off'$"):
+    with pytest.raises(ValueError, match=r"^HF_QKNORM_HOOKS must be 1 \(all .* or 0 \(those .*, got 'off'$"):
         install_hooks()
+
+
+def test_attention_functions_are_known_before_a_model_is_patched():
+    assert "hf_qknorm" in AttentionInterface()
+
+
+@pytest.mark.parametrize("module", ["hf_qknorm.attend.functions", "hf_qknorm.hub.card"])
+def test_a_module_of_the_package_may_be_imported_first(module, tmp_path):
+    """One that itself imports what a hook waits for."""
+    code = f"import {module}, transformers; print('hf_qknorm' in transformers.AttentionInterface())"
+    assert child(code, home=tmp_path) == "True\n"
 
 
 class Library:
