@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import getpass
 import logging
 import os
@@ -42,6 +43,39 @@ def pytest_configure(config: pytest.Config) -> None:
     # One thread by default: tiny models are no faster with more, and waiting threads slow a busy machine.
     torch.set_num_threads(config.getoption("--threads"))
     os.environ["OMP_NUM_THREADS"] = str(config.getoption("--threads"))  # of children
+
+
+def pytest_collection_finish() -> None:
+    """Keep what is imported out of garbage collections: Trainer's own, after each run, would take a second."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or Triton's bindings report them as leaks
+
+
+SECONDS = float(os.environ.get("HF_QKNORM_TEST_SECONDS", "inf"))  # set by .ci/run
+STARTED = pytest.StashKey[float]()
+
+
+def spent() -> float:
+    """Seconds of CPU of this process and its children so far: a busy machine does not lengthen them."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[STARTED] = spent()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that takes more CPU than `SECONDS`, unless it is marked as slow or costly."""
+    yield
+    seconds = spent() - item.stash[STARTED]
+    if seconds > SECONDS and not {mark.name for mark in item.iter_markers()} & {"slow", "costly"}:
+        pytest.fail(f"it takes {seconds:.1f} s of CPU, more than {SECONDS:g}: shorten it, or mark it as slow or costly")
 
 
 @pytest.fixture(autouse=True)

@@ -19,3 +19,10 @@ def text(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(draw.choice(words) for _ in range(6000)), encoding="utf-8")
     return str(path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Recipes are whole programs: their tests may take more than two seconds."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.costly)
