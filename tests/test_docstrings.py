@@ -53,11 +53,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", PUBLIC)
-def test_a_docstring_begins_with_one_sentence(name):
-    thing = getattr(qk, name)
-    docstring = inspect.cleandoc(vars(thing).get("__doc__") or "") if inspect.isclass(thing) else inspect.getdoc(thing)
-    assert first_line_problem(docstring) is None
+def test_a_docstring_begins_with_one_sentence():
+    things = {name: getattr(qk, name) for name in PUBLIC}
+    found = {
+        name: inspect.cleandoc(vars(x).get("__doc__") or "") if inspect.isclass(x) else inspect.getdoc(x)
+        for name, x in things.items()
+    }
+    problems = {name: first_line_problem(docstring) for name, docstring in found.items()}
+    assert not {name: problem for name, problem in problems.items() if problem}
 
 
 @pytest.mark.usefixtures("folder")
@@ -70,50 +73,3 @@ def test_a_docstring_has_an_example_that_runs(name):
     assert name in NEEDS_NETWORK or not any(doctest.SKIP in step.options for step in steps), f"{name} skips a step"
     for test in found:
         assert not run(test)
-
-
-def test_first_lines_are_judged():
-    assert first_line_problem("Patch a model in place.\n\nMore.") is None
-    assert "no first line" in first_line_problem("")
-    assert "full stop" in first_line_problem("Patch a model")
-    assert "more than a sentence" in first_line_problem("Patch a model. Return it.")
-    assert "empty one" in first_line_problem("Patch a model.\nMore.")
-
-
-def right() -> None:
-    """Count the layers of a model.
-
-    >>> len(qk.patch_model(model, "none").model.layers)
-    2
-    >>> Path("corpus.txt").is_file(), len(texts) > 1, trainer.model is model
-    (True, True, True)
-    """
-
-
-def wrong() -> None:
-    """Count the layers of a model.
-
-    >>> model.config.num_hidden_layers
-    3
-    """
-
-
-class Right:
-    """Hold nothing."""
-
-    def method(self) -> None:
-        """Add.
-
-        >>> 1 + 1
-        2
-        """
-
-
-@pytest.mark.usefixtures("folder")
-def test_examples_are_found_and_run():
-    (passes,), (fails,), (method,) = examples(right, "right"), examples(wrong, "wrong"), examples(Right, "Right")
-    assert not run(passes)
-    assert "Expected:\n    3\nGot:\n    2" in "".join(run(fails))
-    assert method.name == "Right.method"
-    assert not run(method)
-    assert not examples(names, "names")
