@@ -50,6 +50,27 @@ def run_pairs(script: str, folder: Path, tasks: Sequence[str]) -> None:
     assert run.returncode == 0, run.stderr[-6000:]
 
 
+def run_in_turn(
+    factory: pytest.TempPathFactory,
+    script: str,
+    few: Sequence[str],
+    tasks: Sequence[str],
+    prepare: Callable[[Path, Sequence[str]], None] = lambda folder, tasks: None,
+) -> Callable[[str], Path]:
+    """The folder of each task of a script: the `few` run together, and the others when the first of them is wanted."""
+
+    def folder(task: str) -> Path:
+        part = few if task in few else [x for x in tasks if x not in few]
+
+        def run(root: Path) -> None:
+            prepare(root, part)
+            run_pairs(script, root, part)
+
+        return of_task(run_once(factory, f"{script}-{'few' if task in few else 'others'}", run), task)
+
+    return folder
+
+
 def of_task(folder: Path, task: str) -> Path:
     """The folder of `run_pairs`; fails with the report of both ranks if the task's pair failed."""
     report = folder / f"{task}.failed"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from pair import of_task, run_once, run_pairs
+from covering import covering
+from pair import run_in_turn
 from safetensors.torch import load_file, save_file
+from slow import slow_but
 from tables import as_loaded, make_batch, randomise, sharp_model
 from tensor_parallel_run import CALIBRATIONS, calibration_batches
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -30,6 +32,7 @@ SCHEMES = {
     "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
     "latent": Scheme(**NORMED, gain="per_head"),
 }
+FEW = ("per_head",)  # without `-m slow`
 STYLES = {
     "shared": "replicated_with_grad_allreduce",
     "per_head": "colwise",
@@ -48,17 +51,17 @@ def made(gain: str) -> PreTrainedModel:
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
     """The folder of a model: a checkpoint with a batch, and the results of two processes."""
 
-    def run(root: Path) -> None:
-        for gain in SCHEMES:
+    def prepare(root: Path, gains: Sequence[str]) -> None:
+        for gain in gains:
             made(gain).save_pretrained(root / gain)
             save_file(make_batch("plain"), root / gain / "batch.safetensors")
-        run_pairs("tensor_parallel_run", root, [*SCHEMES])
 
-    root = run_once(tmp_path_factory, "parallel", run)
-    return lambda gain: of_task(root, gain) / gain
+    ran = run_in_turn(tmp_path_factory, "tensor_parallel_run", FEW, [*SCHEMES], prepare)
+    return lambda gain: ran(gain) / gain
 
 
-@pytest.mark.parametrize("gain", SCHEMES)
+@pytest.mark.costly
+@pytest.mark.parametrize("gain", slow_but(FEW, SCHEMES))
 def test_two_processes_compute_what_one_does(gain, folder_of):
     model = made(gain)
     result = model(**make_batch("plain"))
@@ -74,15 +77,16 @@ def test_two_processes_compute_what_one_does(gain, folder_of):
         torch.testing.assert_close(parallel[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("gain", SCHEMES)
+@pytest.mark.costly
+@pytest.mark.parametrize("gain", slow_but(FEW, SCHEMES))
 def test_what_two_processes_save_is_whole(gain, folder_of):
     saved = AutoModelForCausalLM.from_pretrained(folder_of(gain) / "saved").state_dict()
     for name, value in made(gain).state_dict().items():
         assert torch.equal(saved[name], value), name
 
 
-@pytest.mark.parametrize("name", CALIBRATIONS)
-@pytest.mark.parametrize("gain", SCHEMES)
+@pytest.mark.slow
+@pytest.mark.parametrize(("gain", "name"), covering(SCHEMES, CALIBRATIONS, strength=1))
 def test_two_processes_calibrate_as_one_does(gain, name, folder_of):
     model = made(gain)
     report = calibrate(model, calibration_batches(), **CALIBRATIONS[name])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,9 +26,10 @@ from distributed_run import (
     made,
 )
 from kneed import eps_of
-from pair import of_task, run_once, run_pairs
+from pair import run_in_turn
 from safetensors.torch import load_file
 from short_runs import assert_equal_weights
+from slow import slow_but
 from tables import make_batch, sharp_model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -42,7 +42,7 @@ from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.model.record import is_changed
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
-SHARDED = [(case, way) for case in CASES for way in SHARDED_WAYS]
+FEW = ("shared",)  # without `-m slow`
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
@@ -50,8 +50,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Callable[[str], Path]:
     """The folder with the results of a task in two processes."""
-    folder = run_once(tmp_path_factory, "distributed", lambda folder: run_pairs("distributed_run", folder, [*TASKS]))
-    return partial(of_task, folder)
+    return run_in_turn(tmp_path_factory, "distributed_run", FEW, [*TASKS])
 
 
 def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -61,8 +60,9 @@ def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor
         torch.testing.assert_close(actual[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_but(FEW, CASES))
 def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
     model = made(case)
     loss = model(**make_batch("plain")).loss
@@ -75,13 +75,16 @@ def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
     assert_equal_gradients(found, expected)
 
 
+@pytest.mark.slow
 def test_adapters_and_their_norms_train_in_two_processes_as_in_one(ran):
     model = adapted()
     model(**make_batch("plain")).loss.backward()
     assert_equal_gradients(load_file(ran("adapter") / "adapter.safetensors"), gradients(model))
 
 
-@pytest.mark.parametrize(("case", "way"), SHARDED)
+@pytest.mark.costly
+@pytest.mark.parametrize("way", SHARDED_WAYS)
+@pytest.mark.parametrize("case", slow_but(FEW, CASES))
 def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ran):
     folder = ran(case) / f"{case} {way}"
     assert len(list(folder.glob("model-*.safetensors"))) > 1
@@ -111,6 +114,7 @@ def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
         assert {eps.dtype for eps in eps_of(sharded).values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dealt", "same"])
 @pytest.mark.parametrize("name", CALIBRATIONS)
 def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
@@ -131,6 +135,7 @@ def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
     torch.testing.assert_close(average[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", SHARDED_WAYS)
 @pytest.mark.parametrize(("name", "case"), SHARDED_CALIBRATIONS)
 def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, ran):
@@ -166,6 +171,7 @@ def test_calibrating_folded_biases_of_a_sharded_model_is_refused(process_group):
         calibrate(partitioned, calibration_batches())
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     'self.args.device if self.args.world_size > 1 else "cpu"'
     in inspect.getsource(Trainer._load_optimizer_and_scheduler),

@@ -14,6 +14,8 @@ from sharded_run import KNEES, MODELS, MUON, RUNS, STEPS, WAYS, kneed, lower, ma
 from hf_qknorm.stats.head_weights import sizes
 from hf_qknorm.training.quack import learning_rates
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
