@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from covering import covering
 from tiled_cases import Case
 
 LENGTHS = (1, 63, 64, 65, 111, 128, 129)
@@ -10,8 +11,9 @@ MASKS = (
     *(f"{kind}:{axes}" for kind in ("add", "inf") for axes in ("BHTS", "B1TS", "1HTS", "11TS", "B11S", "BHT1")),
     *("left_padding", "right_padding", "packed", "nothing"),
 )
+CAUSAL, CAPS = (True, False), (None, 50.0)
 LENGTH_CASES = [
-    *(Case(queries=n, causal=causal, softcap=cap) for n in LENGTHS for causal in (False, True) for cap in (None, 50.0)),
+    *(Case(queries=n, causal=causal, softcap=cap) for n, causal, cap in covering(LENGTHS, CAUSAL, CAPS)),
     *(Case(batch=1, heads=2, heads_kv=1, queries=1000, causal=True, softcap=cap) for cap in (None, 50.0)),
     Case(batch=1, heads=2, heads_kv=1, queries=1000, window=200),
     Case(batch=1, heads=2, heads_kv=1, queries=1000, causal=True, window=200, mask="bool:11TS"),
@@ -20,23 +22,19 @@ SHAPE_CASES = [
     *(Case(head_dim=d, causal=True, softcap=50.0) for d in (16, 40, 64, 80, 96, 128, 256)),
     *(
         Case(heads=group * heads_kv, heads_kv=heads_kv, queries=n, causal=True, softcap=cap)
-        for group in (1, 4, 7)
-        for heads_kv in (1, 2)
-        for n in (63, 111)
-        for cap in (None, 50.0)
+        for group, heads_kv, n, cap in covering((1, 4, 7), (1, 2), (63, 111), CAPS)
     ),
     *(
         Case(queries=queries, keys=keys, causal=causal, window=window, softcap=cap)
-        for queries, keys in ((1, 63), (1, 111), (5, 111), (64, 128), (65, 200), (111, 63), (200, 3))
-        for causal in (False, True)
-        for window in (None, 20)
-        for cap in (None, 50.0)
+        for (queries, keys), causal, window, cap in covering(
+            ((1, 63), (1, 111), (5, 111), (64, 128), (65, 200), (111, 63), (200, 3)), CAUSAL, (None, 20), CAPS
+        )
     ),
 ]
 OPTION_CASES = [
     *(Case(queries=111, causal=causal, window=w) for causal in (False, True) for w in (1, 2, 20, 64, 110, 111, 500)),
-    *(Case(softcap=cap, causal=True, spread=spread) for cap in (5.0, 50.0, 64.0, 70.0) for spread in (1.0, 5.0, 50.0)),
-    *(Case(mask=mask, softcap=cap) for mask in MASKS for cap in (None, 50.0, 70.0)),
+    *(Case(softcap=cap, causal=True, spread=spread) for cap in (5.0, 50.0, 64.0, 70.0) for spread in (1.0, 50.0)),
+    *(Case(mask=mask, softcap=cap) for mask, cap in covering(MASKS, (70.0, None), strength=1)),
     *(Case(queries=80, mask=mask, causal=True, window=30, softcap=50.0) for mask in MASKS),
     *(Case(sinks=True, softcap=cap, causal=True, mask=m) for cap in (None, 5.0, 70.0) for m in (None, "bool:B1TS")),
     *(Case(dropout=0.3, softcap=cap, causal=True, mask=m) for cap in (None, 5.0, 70.0) for m in (None, "bool:B1TS")),
@@ -46,7 +44,7 @@ OPTION_CASES = [
 ]
 RANGES = ("left_padding", "right_padding", "packed", "window", "shared", "nothing")
 RANGE_CASES = [
-    *(Case(queries=n, ranges=kind, softcap=cap) for n in (1, 63, 150) for kind in RANGES for cap in (None, 50.0)),
+    *(Case(queries=n, ranges=kind, softcap=cap) for n, kind, cap in covering((1, 63, 150), RANGES, CAPS)),
     *(Case(batch=3, queries=n, keys=s, ranges=kind) for n, s in ((1, 63), (65, 200), (111, 63)) for kind in RANGES),
     *(Case(queries=111, ranges=kind, causal=True, window=30, sinks=True) for kind in RANGES),
     *(Case(queries=111, ranges=kind, mask="bool:B1TS", softcap=5.0) for kind in RANGES),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covering
 
 from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS
@@ -19,10 +20,11 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda pair: "-".join(str(x).removeprefix("torch.") for x in pair))
-@pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize("shape", [(40,), (HEADS, 40), (1,), None], ids=str)
-@pytest.mark.parametrize("grad", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize(
+    ("dtypes", "kind", "shape", "grad"),
+    covering(DTYPES, NORMS, [(40,), (HEADS, 40), (1,), None], [False, True]),
+    ids=str,
+)
 def test_the_numbers_are_those_of_the_specification(dtypes, kind, shape, grad):
     """Of heads and parameters in these dtypes, of a row of zeros, and with ε as a number or a tensor."""
     x = (9 * torch.randn(2, 5, HEADS, 40)).to(dtypes[0])

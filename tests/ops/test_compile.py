@@ -14,7 +14,10 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_qknorm.ops import library
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+pytestmark = [
+    pytest.mark.costly,
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's own
+]
 SINKS = torch.linspace(-1, 2, 4)
 OPTIONS = {
     "plain": {},

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from covering import covering
 from error_budget import assert_within_budget
 from operator_calls import call
 from random_qkv import make_qkv
@@ -30,9 +31,7 @@ def assert_is_the_oracle(case: Case, inputs: Inputs, names: tuple[str, ...] = NA
             )
 
 
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("softcap", CAPS)
-@pytest.mark.parametrize("spread", [0.1, 3.0])
+@pytest.mark.parametrize(("spread", "softcap", "bad"), covering([0.1, 3.0], CAPS, [torch.nan, torch.inf]))
 def test_a_query_that_is_not_finite_changes_no_other_row(spread: float, softcap: float | None, bad: float) -> None:
     """Its block has small logits, or logits near the cap."""
     case = Case(queries=40, head_dim=64, causal=True, softcap=softcap, spread=spread)
@@ -60,9 +59,9 @@ def test_statistics_report_numbers_that_are_not_finite(softcap: float | None) ->
     assert found.seen.tolist() == [45] * 3
 
 
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("softcap", CAPS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "sign"), covering([torch.float32, torch.bfloat16], CAPS, [1.0, -1.0], strength=1), ids=str
+)
 def test_logits_that_overflow(dtype: torch.dtype, softcap: float | None, sign: float) -> None:
     """A cap bounds them. Without a cap the row is NaN, and not zero as a row without keys."""
     q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16, dtype=dtype))
@@ -91,8 +90,7 @@ RULES = [
 ]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=str)
-@pytest.mark.parametrize("case", NOTHING, ids=str)
+@pytest.mark.parametrize(("case", "rules"), covering(NOTHING, RULES, strength=1), ids=str)
 def test_empty_inputs_give_zeros(case: Case, rules: dict) -> None:
     case = replace(case, **rules)
     inputs = draw_inputs(case, torch.float64)

@@ -68,6 +68,7 @@ def test_its_output_is_the_specifications(case: Case, dtype: torch.dtype, monkey
     check(case, dtype)
 
 
+@pytest.mark.costly
 def test_new_lengths_and_scales_need_no_new_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second length makes the graph's lengths dynamic, and a scale of its own is no part of it."""
     torch._dynamo.reset()

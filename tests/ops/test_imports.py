@@ -62,6 +62,7 @@ def test_triton_is_loaded_when_first_used(path: Path) -> None:
     assert not [name for name in names if "triton" in name and not name.startswith(TABLES)]
 
 
+@pytest.mark.costly
 def test_the_operators_load_without_transformers_or_triton() -> None:
     command = [sys.executable, "-c", ALONE, str(FOLDER.parent)]
     loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()

@@ -5,20 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_tables import RANGE_CASES, RANGES
+from covering import covering
 from error_budget import assert_within_budget
 from tables import dense
-from tiled_cases import Case, draw_inputs, draw_ranges, drawn_dropout, oracle_results, tiled_results
+from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.ops.types import Heads, Options
-
-
-@pytest.mark.parametrize("kind", RANGES)
-def test_the_mask_of_ranges_is_their_definition(kind: str) -> None:
-    ranges = draw_ranges(kind, 2, 30, 40)
-    for b, rows in enumerate(ranges.tolist()):
-        for t, (start, stop) in enumerate(rows):
-            assert dense(ranges, 40)[b, 0, t].tolist() == [start <= j < stop for j in range(40)]
 
 
 @pytest.mark.parametrize("case", RANGE_CASES, ids=str)
@@ -48,9 +41,11 @@ def test_tiled_is_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
             )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("softcap", [None, 50.0])
-@pytest.mark.parametrize("kind", [kind for kind in RANGES if kind != "nothing"])
+@pytest.mark.parametrize(
+    ("kind", "softcap", "dtype"),
+    covering([x for x in RANGES if x != "nothing"], [None, 50.0], [torch.float32, torch.bfloat16, torch.float16]),
+    ids=str,
+)
 def test_output_and_gradients_are_within_the_budget(kind: str, softcap: float | None, dtype: torch.dtype) -> None:
     case = Case(queries=111, head_dim=64, ranges=kind, softcap=softcap)
     inputs = draw_inputs(case, dtype)

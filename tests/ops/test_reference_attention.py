@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from random_qkv import make_qkv
 from torch import Tensor
 from transformers.masking_utils import sliding_window_bidirectional_mask_function, sliding_window_causal_mask_function
@@ -45,9 +46,7 @@ SDPA = {
 }
 
 
-@pytest.mark.parametrize("heads_kv", [1, 2, 4])
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("case", SDPA)
+@pytest.mark.parametrize(("case", "scale", "heads_kv"), covering(SDPA, [None, 0.3], [1, 2, 4], strength=1))
 def test_uncapped_it_is_sdpa(case: str, scale: float | None, heads_kv: int) -> None:
     q, k, v = make_qkv(2, 4, heads_kv, 9, 9, 12, dtype=F64)
     options = SDPA[case]
@@ -69,9 +68,9 @@ def test_queries_stand_at_the_end_of_the_keys(queries: int, keys: int) -> None:
     torch.testing.assert_close(attention(q, k, v, causal=True).out, expected, rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize("heads_kv", [1, 2, 4])
-@pytest.mark.parametrize("softcap", [5.0, 50.0])
-@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "heads_kv"), covering([F64, torch.float32], [5.0, 50.0], [1, 2, 4], strength=1), ids=str
+)
 def test_capped_it_is_gemma_2(dtype: torch.dtype, softcap: float, heads_kv: int) -> None:
     q, k, v = make_qkv(2, 4, heads_kv, 9, 11, 12, dtype=dtype, spread=3.0)
     mask = additive(randomly(2, 1, 9, 11), dtype)
@@ -94,10 +93,11 @@ def test_sinks_are_gpt_oss(heads_kv: int) -> None:
     torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [1, 3, 8, 20])
-@pytest.mark.parametrize(("queries", "keys"), [(8, 8), (1, 8), (3, 8), (8, 5)])
-@pytest.mark.parametrize("causal", [True, False])
-def test_windows_are_those_of_transformers(causal: bool, queries: int, keys: int, window: int) -> None:
+@pytest.mark.parametrize(
+    ("causal", "size", "window"), covering([True, False], [(8, 8), (1, 8), (3, 8), (8, 5)], [1, 3, 8, 20]), ids=str
+)
+def test_windows_are_those_of_transformers(causal: bool, size: tuple[int, int], window: int) -> None:
+    queries, keys = size
     function = sliding_window_causal_mask_function if causal else sliding_window_bidirectional_mask_function
     positions = torch.arange(queries) + keys - queries
     expected = function(window)(torch.tensor(0), torch.tensor(0), positions[:, None], torch.arange(keys)[None])
@@ -132,9 +132,10 @@ def empty_rows(kind: str) -> tuple[int, dict[str, object], Tensor]:
     return 6, {"mask": torch.zeros(mask.shape, dtype=F64).masked_fill(~mask, low)}, empty
 
 
-@pytest.mark.parametrize("kind", ["before_the_first_key", "bool", "finfo_min", "minus_inf"])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(
+    ("softcap", "with_sinks", "kind"),
+    covering([None, 5.0], [False, True], ["before_the_first_key", "bool", "finfo_min", "minus_inf"]),
+)
 def test_queries_without_a_key_give_zero(softcap: float | None, with_sinks: bool, kind: str) -> None:
     queries, options, empty = empty_rows(kind)
     q, k, v = make_qkv(2, 4, 2, queries, 6, 8, dtype=F64)

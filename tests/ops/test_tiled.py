@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_tables import LENGTH_CASES, OPTION_CASES, SHAPE_CASES
+from covering import covering
 from tiled_cases import Case, draw_inputs, drawn_dropout, dropout_mask, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
@@ -26,18 +27,8 @@ def assert_is_the_oracle(case: Case) -> None:
         torch.testing.assert_close(got[name], exact, rtol=1e-10, atol=1e-12 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("case", LENGTH_CASES, ids=str)
-def test_every_length_is_the_oracle(case: Case) -> None:
-    assert_is_the_oracle(case)
-
-
-@pytest.mark.parametrize("case", SHAPE_CASES, ids=str)
-def test_every_shape_is_the_oracle(case: Case) -> None:
-    assert_is_the_oracle(case)
-
-
-@pytest.mark.parametrize("case", OPTION_CASES, ids=str)
-def test_every_option_is_the_oracle(case: Case) -> None:
+@pytest.mark.parametrize("case", [*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES], ids=str)
+def test_every_length_shape_and_option_is_the_oracle(case: Case) -> None:
     assert_is_the_oracle(case)
 
 
@@ -48,7 +39,7 @@ def test_a_batch_in_parts_is_the_oracle(case: Case, logits: int, monkeypatch: py
     assert_is_the_oracle(case)
 
 
-STATISTICS = [*LENGTH_CASES, *SHAPE_CASES[::3], *(case for case in OPTION_CASES if not case.dropout)]
+STATISTICS = [case for case in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES) if not case.dropout][::2]
 
 
 @pytest.mark.parametrize("case", STATISTICS, ids=str)
@@ -90,10 +81,7 @@ def test_statistics_count_logits_over_the_cap_and_over_half_of_it() -> None:
 
 DECODING = [
     Case(batch=2, heads=heads, queries=130, causal=True, softcap=cap, window=window, sinks=sinks)
-    for heads in (2, 14)
-    for cap in (None, 50.0, 70.0)
-    for window in (None, 30)
-    for sinks in (False, True)
+    for heads, cap, window, sinks in covering((2, 14), (None, 50.0, 70.0), (None, 30), (False, True))
 ]
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from error_budget import assert_within_budget
 from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_terms, tiled_results
 
@@ -27,8 +28,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), covering(CASES, DTYPES, strength=1), ids=str)
 def test_output_and_gradients_are_within_the_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = draw_inputs(case, dtype)
     dropped = drawn_dropout(case, inputs)
@@ -55,9 +55,9 @@ def test_a_single_key_is_within_the_budget(softcap: float | None, dtype: torch.d
         assert float(got[name].abs().max()) <= 64 * torch.finfo(torch.float32).eps
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", [5.0, 50.0, 64.0, 70.0])
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("sinks", "softcap", "dtype"), covering((False, True), (5.0, 50.0, 64.0, 70.0), DTYPES), ids=str
+)
 def test_logits_driven_to_the_cap_stay_within_the_budget(sinks: bool, softcap: float, dtype: torch.dtype) -> None:
     case = Case(queries=111, head_dim=64, causal=True, softcap=softcap, sinks=sinks, spread=8.0)
     inputs = draw_inputs(case, dtype)
@@ -66,9 +66,7 @@ def test_logits_driven_to_the_cap_stay_within_the_budget(sinks: bool, softcap: f
         assert_within_budget(result, exact[name], eager[name], name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", CAPS)
-@pytest.mark.parametrize("mask", [None, "bool:B1TS", "add:B1TS"])
+@pytest.mark.parametrize(("mask", "softcap", "dtype"), covering((None, "bool:B1TS", "add:B1TS"), CAPS, DTYPES), ids=str)
 def test_logits_of_ten_thousand_stay_finite(mask: str | None, softcap: float | None, dtype: torch.dtype) -> None:
     case = Case(queries=111, head_dim=64, causal=True, softcap=softcap, mask=mask, spread=40.0)
     inputs = draw_inputs(case, dtype)
@@ -95,16 +93,3 @@ def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: floa
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
     nats = sign * softcap + counts.log()
     torch.testing.assert_close(lse.sum(-1), nats.expand(lse.shape[:-1]), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize("fault", ["a lost block", "a factor of a thousandth"])
-@pytest.mark.parametrize("heads", [1, 4])
-def test_a_fault_in_the_gradient_of_few_sinks_is_over_the_budget(heads: int, fault: str) -> None:
-    case = Case(batch=1, heads=heads, heads_kv=1, queries=111, head_dim=64, sinks=True, softcap=5.0)
-    inputs = draw_inputs(case, torch.float32)
-    exact, eager = (oracle_terms(case, x)["dsinks"] for x in (inputs.to(torch.float64), inputs))
-    got = tiled_results(case, inputs)["dsinks"]
-    assert_within_budget(got, exact, eager)
-    wrong = got - eager[:, -16:].sum((0, 1)) if fault == "a lost block" else got * 1.001
-    with pytest.raises(AssertionError, match="over the budget"):
-        assert_within_budget(wrong, exact, eager)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covering
 from error_budget import assert_within_budget
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -42,15 +43,13 @@ def doubled(norm: Norm, rotary: Rotary | None) -> tuple[Norm, Rotary | None]:
     return Norm(*wide), None if rotary is None else rotary._replace(cos=rotary.cos.double(), sin=rotary.sin.double())
 
 
-@pytest.mark.parametrize("dtype", norm_rope.DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("kind", "sharpness"),
-    [("rms", 1), ("rms", 2), ("rms", 8), ("layer", 1), ("layer", 4), ("l2", 1), ("l2", 8), ("none", 1)],
-)
-@pytest.mark.parametrize(
-    ("gain", "batch", "pairs"), [("shared", 1, 20), ("per_head", 2, 8), ("scalar", 2, 0), ("none", 1, 6)]
-)
-def test_heads_are_within_the_budget(dtype, kind, sharpness, gain, batch, pairs):
+KINDS = [("rms", 1), ("rms", 2), ("rms", 8), ("layer", 1), ("layer", 4), ("l2", 1), ("l2", 8), ("none", 1)]
+SHAPES = [("shared", 1, 20), ("per_head", 2, 8), ("scalar", 2, 0), ("none", 1, 6)]
+
+
+@pytest.mark.parametrize(("dtype", "norm", "shape"), covering(norm_rope.DTYPES, KINDS, SHAPES), ids=str)
+def test_heads_are_within_the_budget(dtype, norm, shape):
+    (kind, sharpness), (gain, batch, pairs) = norm, shape
     x, norm, rotary = problem(kind, gain, dtype, batch, pairs, sharpness)
     got = norm_rope.norm_rope_one(x, norm, rotary)
     exact = reference.norm_rope_one(x.double(), *doubled(norm, rotary))
@@ -59,9 +58,7 @@ def test_heads_are_within_the_budget(dtype, kind, sharpness, gain, batch, pairs)
     assert_within_budget(got, exact, reference.norm_rope_one(x, norm, rotary), kind)
 
 
-@pytest.mark.parametrize("sharpness", [1, 8])
-@pytest.mark.parametrize("size", [1e-18, 1e18])
-@pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
+@pytest.mark.parametrize(("kind", "size", "sharpness"), covering(["rms", "layer", "l2"], [1e-18, 1e18], [1, 8]))
 def test_rows_of_any_size_are_within_the_budget(kind, size, sharpness):
     x = size * torch.randn(1, 2, 3, 40)
     got, eager, exact = (

@@ -84,6 +84,7 @@ def test_a_second_derivative_is_refused() -> None:
         dq.sum().backward()
 
 
+@pytest.mark.costly
 def test_forward_mode_is_refused() -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16))
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):

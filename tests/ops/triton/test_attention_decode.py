@@ -67,7 +67,7 @@ class Case(NamedTuple):
 
 CASES = [
     Case(),
-    Case(softcap=None, heads=(2, 2), head_dim=80, dtype=BRAIN),
+    Case(softcap=None, heads=(2, 2), head_dim=80, dtype=BRAIN, keys=500),
     Case(softcap=100.0, heads=(7, 1), head_dim=128, dtype=BRAIN),
     Case(heads=(4, 1), head_dim=96, dtype=HALF, queries=3),
     Case(keys=1, heads=(7, 1), dtype=BRAIN),
@@ -76,8 +76,8 @@ CASES = [
     Case(keys=255, queries=3, heads=(2, 2), head_dim=128),
     Case(keys=256, heads=(7, 1), head_dim=80, dtype=HALF, softcap=None),
     Case(keys=257, queries=3, heads=(7, 1), head_dim=128, dtype=BRAIN, splits=2),
-    Case(queries=3, splits=40, head_dim=96, spread=6.0, softcap=None, batch=1),
-    Case(splits=40, head_dim=128, heads=(4, 1), spread=3.0, softcap=64.0, batch=1),
+    Case(queries=3, splits=17, keys=500, head_dim=96, spread=6.0, softcap=None),
+    Case(splits=17, keys=500, head_dim=128, spread=3.0, softcap=64.0),
     Case(splits=5, heads=(8, 1), queries=8, dtype=BRAIN, head_dim=80),
     Case(window=103, queries=3, splits=4, dtype=BRAIN, sinks=True),
     Case(window=1, splits=3, dtype=HALF, softcap=None),

@@ -63,14 +63,16 @@ class Step(NamedTuple):
         return {"out": out, "keys": keys, "values": values, "filled": None if filled is None else filled + count}
 
 
-@pytest.mark.parametrize("queries", [1, 3, 9])
+@pytest.mark.costly
+@pytest.mark.parametrize("queries", [1, 9])
 def test_steps_equal_two_operators(queries: int) -> None:
     """The third step repeats the launches of the second, with other tensors."""
     for seed in (0, 2, 4):
         torch.testing.assert_close(Step.draw(seed, queries).run(), Step.draw(seed, queries).in_two(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("queries", [1, 3, 9])
+@pytest.mark.costly
+@pytest.mark.parametrize("queries", [9])
 def test_steps_over_growing_keys_equal_two_operators(queries: int) -> None:
     """They repeat the launches of the second, over other numbers of keys; the last has keys for another split."""
     for seed, keys in ((0, 300), (2, 301), (4, 310), (6, 504), (8, 520), (10, 530)):
@@ -125,6 +127,7 @@ def every_second(x: Tensor) -> Tensor:
     return room[..., ::2].copy_(x)
 
 
+@pytest.mark.costly
 def test_a_repeated_step_copies_again() -> None:
     for seed in (0, 2, 4):
         step, expected = Step.draw(seed), Step.draw(seed).run()

@@ -9,6 +9,7 @@ import torch._functorch.config
 import torch._inductor.config
 from error_budget import error
 from operator_calls import call
+from slow import slow_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -51,7 +52,10 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize(("name", "knee"), [*((name, 0.0) for name in OPTIONS), ("capped", 4.0)])
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("name", "knee"), slow_but([("dropout", 0.0), ("capped", 4.0)], [*((x, 0.0) for x in OPTIONS), ("capped", 4.0)])
+)
 def test_fused_attention_passes_torchs_opcheck(name: str, knee: float) -> None:
     seed = torch.tensor([3], device=DEVICE) if name == "dropout" else None
     sinks = draw(H) if name == "window" else None
@@ -60,7 +64,8 @@ def test_fused_attention_passes_torchs_opcheck(name: str, knee: float) -> None:
     opcheck(operators.FUSED_ATTENTION.overload, operators.FUSED_ATTENTION.arguments(values))
 
 
-@pytest.mark.parametrize("knee", [0.0, 4.0])
+@pytest.mark.costly
+@pytest.mark.parametrize("knee", [4.0])
 def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
     q, k, v = heads()
     values = {"q": q, "k": k, **flatten_norms(**parts(knee=knee))}
@@ -77,6 +82,7 @@ def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
         opcheck(operators.FUSED_STEP.overload, step, test_utils=checks)
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_is_the_plain_function_at_every_length() -> None:
     torch._dynamo.reset()
 
@@ -100,6 +106,7 @@ def test_one_compiled_graph_is_the_plain_function_at_every_length() -> None:
             assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
 
 
+@pytest.mark.costly
 def test_one_compiled_graph_serves_every_knee() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")

@@ -64,6 +64,7 @@ def check(operator: Operator, values: Values) -> Any:
     return expected
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", CASES)
 def test_repeated_attention_has_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     raw, case = CASES[name]

@@ -144,6 +144,7 @@ def test_results_of_shared_blocks(
     problem.check()
 
 
+@pytest.mark.costly
 def test_dropout_and_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same weights are dropped as of whole blocks."""
     shrink_tiles(monkeypatch)
@@ -154,7 +155,8 @@ def test_dropout_and_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(value, whole[name])
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.costly
+@pytest.mark.parametrize("parts", [2])
 def test_sections_change_no_bit(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_tiles(monkeypatch)
     raw = Raw(heads=(4, 2), batch=2, length=33, dtype=BRAIN, gains=("per_head", "per_head"), biases=("shared", "none"))
@@ -166,6 +168,7 @@ def test_sections_change_no_bit(parts: int, monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
+@pytest.mark.costly
 def test_a_real_call_shares_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A text with few tiles, on a GPU with many processors."""
     shrink_tiles(monkeypatch, processors=64, forward=Tile(32, 16, 4, 1))

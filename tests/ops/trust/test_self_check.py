@@ -53,12 +53,14 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(problems, "KEYS", 300)
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize("name", PATHS)
 def test_sound_kernels_pass(name: str) -> None:
     found = check(PATHS[name], DEVICE)
     assert found.verdict.passed, found
 
 
+@pytest.mark.costly
 def test_blocks_are_shared_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     divide, shared = schedule.divide, []
 
@@ -118,6 +120,7 @@ BROKEN = [
 ]
 
 
+@pytest.mark.costly
 @pytest.mark.parametrize(("path", "name", "breaks"), BROKEN)
 def test_an_error_of_five_per_cent_is_found(
     path: str, name: str, breaks: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
