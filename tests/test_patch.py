@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from covering import covering
 from error_budget import error
 from tables import MODEL_TYPES, PAIRS, applies, fingerprint, make_batch, randomise, sharp_model
 from tiny import TINY
@@ -56,7 +57,7 @@ def test_auto_is_rms(model_type):
 
 @pytest.mark.parametrize(
     ("model_type", "scheme"),
-    [(t, s) for t in MODEL_TYPES for s in (*SCHEMES.values(), *PER_HEAD) if applies(t, s)],
+    covering(MODEL_TYPES, (*SCHEMES.values(), *PER_HEAD), fits=applies, strength=1),
     ids=str,
 )
 def test_names_of_the_new_parameters_keep_them_from_weight_decay(model_type, scheme, tmp_path):
@@ -93,8 +94,10 @@ def test_a_model_built_later_from_the_base_class_is_unpatched():
     assert not patched_layers(sharp_model("llama"))
 
 
-@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+HEADS = ("AutoModel", "AutoModelForSequenceClassification", "AutoModelForTokenClassification")
+
+
+@pytest.mark.parametrize(("model_type", "auto"), covering(MODEL_TYPES, HEADS, strength=1))
 def test_other_heads_are_patched_as_well(model_type, auto):
     import transformers
 

@@ -83,8 +83,9 @@ def test_knees_are_copied_pickled_and_removed():
     }
 
 
+@pytest.mark.costly
 def test_a_pickle_loads_in_a_new_process(tmp_path):
-    models = [randomise(patch_model(sharp_model(model_type), "soft_cap")) for model_type in MODEL_TYPES]
+    models = [randomise(patch_model(sharp_model(model_type), "soft_cap")) for model_type in ("gpt2", "llama")]
     batch = make_batch("left", labels=False)
     with torch.no_grad():
         logits = [model(**batch).logits for model in models]
@@ -106,15 +107,6 @@ def test_new_parameters_take_the_models_dtype(model_type):
     assert len(added) == 8
     assert all(p.dtype == torch.bfloat16 for p in added)
     assert model(**make_batch("left")).logits.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("preset", [name for name, scheme in TRIED.items() if scheme.norms])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@torch.no_grad()
-def test_bfloat16_is_near_fp32(model_type, preset):
-    exact = randomise(patch_model(sharp_model(model_type), TRIED[preset]))
-    model = copy.deepcopy(exact).to(torch.bfloat16)
-    assert_near(model(**make_batch("left")).logits, exact(**make_batch("left")).logits, 0.05)
 
 
 @torch.no_grad()

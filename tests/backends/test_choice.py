@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from operator_calls import call
+from slow import slow_but
 from tables import assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
@@ -136,6 +137,7 @@ FALLBACKS = [
 ]
 
 
+@pytest.mark.slow
 def test_each_fallback_computes_the_same(distrusted, monkeypatch):
     model = kernel_model()
     expected = outcome(model, "hf_qknorm_eager")
@@ -161,7 +163,9 @@ def noted(function: Any, name: str, ran: list[str]) -> Any:
     return run
 
 
-@pytest.mark.parametrize("wrong", ["attention", "norm_rope", "norm_rope_one", "step", "append"])
+@pytest.mark.parametrize(
+    "wrong", slow_but(["attention"], ["attention", "norm_rope", "norm_rope_one", "step", "append"])
+)
 def test_an_explicit_name_raises_with_the_figures(wrong, distrusted):
     model = kernel_model()
     distrusted.add(wrong)

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from error_budget import error
 from random_qkv import make_qkv
+from slow import slow_but
 from tables import BATCHES, LENGTH, MODEL_TYPES, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
@@ -29,7 +31,7 @@ CAPPING = (*OWN, "eager")
 TOLERANCE = 1e-5
 # The published caps of 50 change almost nothing on tiny models; these do.
 CAPPED = {name: replace(SCHEMES[name], softcap=2.0) for name in ("soft_cap", "qk_norm_cap")}
-MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in CAPPED.items() if applies(t, scheme)]
+MODELS = covering(MODEL_TYPES, CAPPED, fits=lambda t, name: applies(t, CAPPED[name]), strength=1)
 
 needs_compiler = pytest.mark.skipif(
     shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"),
@@ -55,7 +57,12 @@ def outcome(model: PreTrainedModel, batch: dict[str, Tensor]) -> dict[str, Tenso
     return {"logits": result.logits[real(batch)].detach(), **grads}
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [*covering(MODELS, BATCHES, strength=1), *((("llama", "qk_norm_cap"), kind) for kind in BATCHES)],
+    indirect=["model"],
+    ids=str,
+)
 def test_backends_with_a_cap_agree(model, kind):
     batch = make_batch(kind)
     model.set_attn_implementation("hf_qknorm_eager")
@@ -68,8 +75,7 @@ def test_backends_with_a_cap_agree(model, kind):
                 assert_near(value, expected[name], TOLERANCE, f"{backend}: {name}")
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "kind"), covering(MODEL_TYPES, BATCHES, strength=1))
 @torch.no_grad()
 def test_backends_without_a_cap_agree(model_type, kind):
     scheme = SCHEMES["none"] if FAMILIES[model_type].own_norms else SCHEMES["qk_norm"]
@@ -115,9 +121,12 @@ def test_packed_rows_by_their_lengths(model):
         model(input_ids=rest, **{CACHE: cache}, **lengths)
 
 
+@pytest.mark.costly
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:.*(_compile flag|script_method):DeprecationWarning")  # torch's
-@pytest.mark.parametrize(("model_type", "cap"), [("llama", None), ("mistral", 2.0), ("gpt_neox", 2.0)])
+@pytest.mark.parametrize(
+    ("model_type", "cap"), slow_but([("mistral", 2.0)], [("llama", None), ("mistral", 2.0), ("gpt_neox", 2.0)])
+)
 @torch.no_grad()
 def test_flex_attention_agrees(model_type, cap):
     model = randomise(patch_model(sharp_model(model_type), Scheme(q="auto", k="auto", softcap=cap)))
@@ -152,8 +161,7 @@ def test_a_window_hides_older_keys():
         assert moved.tolist() == [True] * 7 + [False] * (LENGTH - 7), backend
 
 
-@pytest.mark.parametrize("backend", CAPPING)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "backend"), covering(MODEL_TYPES, CAPPING, strength=1))
 @torch.no_grad()
 def test_a_full_pass_in_pieces(model_type, backend):
     """A prompt in two chunks and then single tokens, into a cache that keeps all keys: windows are masked."""
@@ -180,7 +188,7 @@ def test_a_mask_of_the_users_own(backend):
         assert_near(model(**packed, attention_mask=mask).logits, expected, TOLERANCE)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["gemma2", "gpt2", "llama"])
 @torch.no_grad()
 def test_the_cap_acts(model_type):
     batch = make_batch("plain")

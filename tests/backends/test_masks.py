@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from mask_cases import (
     CREATE,
     HOLES,
@@ -31,9 +32,7 @@ from hf_qknorm.backends.masks import CHUNK, structured_mask
 from hf_qknorm.ops import reference
 
 
-@pytest.mark.parametrize("window", [1, 4, 9, 20])
-@pytest.mark.parametrize("padding", PADDING)
-@pytest.mark.parametrize("kind", CREATE)
+@pytest.mark.parametrize(("kind", "padding", "window"), covering(CREATE, PADDING, [1, 4, 9, 20]))
 def test_padded_batches_are_ranges(kind, padding, window):
     given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
     expected = transformers_own(kind, config(kind, window), 9, given)
@@ -55,10 +54,14 @@ def test_packed_positions_are_ranges(kind, rows):
     assert torch.equal(dense(mask[:, 0], 9), expected)
 
 
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
-@pytest.mark.parametrize("steps", [(9, 1, 1, 1), (3, 3, 1, 1, 3), (1, 1, 1, 1, 1, 1), (2, 9)], ids=str)
+STEPS = [(9, 1, 1, 1), (3, 3, 1, 1, 3), (1, 1, 1, 1, 1, 1), (2, 9)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "kind", "padded", "static"),
+    covering(STEPS, ["causal", "window", "chunked"], [False, True], [False, True]),
+    ids=str,
+)
 def test_steps_into_a_cache_are_ranges(steps, kind, padded, static):
     settings = config(kind, num_key_value_heads=1, num_attention_heads=1, hidden_size=4)
     cache = StaticCache(settings, max_cache_len=16) if static else DynamicCache(config=settings)
@@ -110,10 +113,11 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("chunk", [1, 40, CHUNK])
-@pytest.mark.parametrize("padding", ["none", "left"])
-@pytest.mark.parametrize(("function", "contiguous"), OWN)
-def test_functions_of_the_users_own_are_ranges_where_they_can_be(function, contiguous, padding, chunk, monkeypatch):
+@pytest.mark.parametrize(
+    ("own", "padding", "chunk"), covering(OWN, ["none", "left"], [1, 40, CHUNK]), ids=lambda x: str(x)[:40]
+)
+def test_functions_of_the_users_own_are_ranges_where_they_can_be(own, padding, chunk, monkeypatch):
+    function, contiguous = own
     monkeypatch.setattr("hf_qknorm.backends.masks.CHUNK", chunk)
     given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
     expected = transformers_own("causal", config("causal"), 9, given, **function)
@@ -205,9 +209,11 @@ def test_a_window_that_the_layers_do_not_pass_is_masked():
     assert structured_mask(**arguments, local_size=8) is not None
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 3), (False, None), (False, 2)])
-@pytest.mark.parametrize("given", ["nothing", "ranges", "mask"])
-@pytest.mark.parametrize("ends", [(0, 4, 9, 13, 18), (0, 6, 12, 12, 18), (3, 11)], ids=str)
+@pytest.mark.parametrize(
+    ("ends", "given", "causal", "window"),
+    covering([(0, 4, 9, 13, 18), (0, 6, 12, 12, 18), (3, 11)], ["nothing", "ranges", "mask"], [True, False], [None, 3]),
+    ids=str,
+)
 def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
     """Sequences may continue in the next row of the batch, and tokens may be outside of all."""
     padding = torch.tensor(PADDING["both"]).bool()[:, None, None]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from covering import covering
 from mask_cases import HOLES, PADDING, POSITIONS, config, create, even, transformers_own
 from random_qkv import make_qkv
 from tables import assert_near
@@ -20,7 +21,10 @@ from hf_qknorm.backends.calls import is_padded_ranges, structure
 from hf_qknorm.backends.masks import structured_mask
 from hf_qknorm.ops import reference
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+pytestmark = [
+    pytest.mark.costly,
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's own
+]
 
 
 @pytest.fixture(autouse=True)
@@ -42,9 +46,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return reference.attention(q, seen.key, seen.value, **masks).out
 
 
-@pytest.mark.parametrize("queries", [9, 1])
-@pytest.mark.parametrize("given", [*(name for name, rows in PADDING.items() if rows), "holes"])
-@pytest.mark.parametrize("kind", ["causal", "window", "bidirectional"])
+GIVEN = [*(name for name, rows in PADDING.items() if rows), "holes"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "queries"), covering(["causal", "window", "bidirectional"], GIVEN, [9, 1], strength=1)
+)
 def test_a_trace_gets_ranges_and_padding(kind, given, queries):
     """Each query sees the same keys as without a trace."""
     settings = config(kind)
@@ -61,8 +68,7 @@ def test_a_trace_gets_ranges_and_padding(kind, given, queries):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
-@pytest.mark.parametrize("given", ["positions", "padding"])
-@pytest.mark.parametrize("kind", ["causal", "window"])
+@pytest.mark.parametrize(("kind", "given"), [("causal", "padding"), ("window", "positions")])
 def test_a_compiled_mask_is_linear(kind, given):
     """Inductor fuses the T×S mask into its reductions: no buffer is that large."""
     length, settings = 500, config(kind, 100)

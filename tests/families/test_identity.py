@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from tables import BATCHES, MODEL_TYPES, PAIRS, assert_identical, fingerprint, make_batch, randomise, sharp_model, step
 from transformers import PreTrainedModel
 
@@ -40,6 +41,7 @@ def backends(model_type: str, settings: dict[str, Any]) -> tuple[str, ...]:
 
 
 RUNS = [(case, backend) for case, (model_type, settings) in CASES.items() for backend in backends(model_type, settings)]
+ON_BATCHES = covering(RUNS, BATCHES, strength=1)
 
 
 @pytest.fixture(scope="module", params=RUNS, ids="-".join)
@@ -53,7 +55,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, PreTrainedMod
     return original, patch_model(patched, "none")
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(("pair", "kind"), ON_BATCHES, indirect=["pair"], ids=str)
 def test_training_step(pair, kind):
     original, patched = pair
     assert patched.config._attn_implementation == original.config._attn_implementation
@@ -61,7 +63,7 @@ def test_training_step(pair, kind):
     assert_identical(step(patched, batch), step(original, batch))
 
 
-@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize(("pair", "kind"), ON_BATCHES, indirect=["pair"], ids=str)
 def test_inference(pair, kind):
     original, patched = pair
     batch = make_batch(kind)
@@ -93,7 +95,7 @@ def test_gradient_checkpointing(pair):
     assert_identical(checkpointed[1], plain)
 
 
-@pytest.mark.parametrize("kind", ["plain", "left"])
+@pytest.mark.parametrize(("pair", "kind"), covering(RUNS, ["plain", "left"], strength=1), indirect=["pair"], ids=str)
 def test_cached_generation(pair, kind):
     batch = make_batch(kind, labels=False)
     expected, actual = (

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from error_budget import error
 from tiny import TINY, tiny_config, tiny_model
 from torch import Tensor, nn
@@ -39,8 +40,15 @@ def applies(model_type: str, scheme: Scheme) -> bool:
 
 KNEE = Scheme(q="auto", k="auto", v="auto", knee=1.0, sharpness=8)
 TRIED = {**SCHEMES, "knee": KNEE}
-PAIRS = [(model_type, name) for model_type in MODEL_TYPES for name in SCHEMES if applies(model_type, SCHEMES[name])]
-KNEES = [(model_type, "knee") for model_type in MODEL_TYPES if applies(model_type, KNEE)]
+# Every model, every preset, and norms before attention that fold with biases and without; the sweep has all styles
+PAIRS = sorted(
+    {
+        *covering(MODEL_TYPES, SCHEMES, fits=lambda model_type, name: applies(model_type, SCHEMES[name]), strength=1),
+        *(("gpt2", name) for name in ("qk_norm_cap", "qkv_norm", "henry")),
+        *(("llama", name) for name in ("qk_norm_cap", "qkv_norm", "lp")),
+    }
+)
+KNEES = [(model_type, "knee") for model_type in ("gpt2", "llama")]
 
 
 # Before transformers masked the decoders of RoFormer and BigBird, and rotated a part of GPT-NeoX Japanese's heads alone

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor, nn
 
@@ -22,7 +23,7 @@ OTHERS = {
     "others with a knee": Scheme(q="l2", k="lp", v="layer", p=3.0, gain="per_head", knee=0.5, scale=4.0),
     "no pre-norm": Scheme(q="rms", k="rms", v="rms", pre_norm=False, bias=True, softcap=1.0),
 }
-MODELS = [*PAIRS, *KNEES, *((t, name) for t in MODEL_TYPES for name, scheme in OTHERS.items() if applies(t, scheme))]
+MODELS = [*PAIRS, *KNEES, *covering(MODEL_TYPES, OTHERS, fits=lambda t, name: applies(t, OTHERS[name]), strength=1)]
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "eager")
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from error_budget import assert_within_budget
 from slow import slow_but
 from tables import assert_near, make_batch, real, sharp_model
@@ -42,10 +42,10 @@ CACHES: dict[str, Any] = {
 HERE = DEVICE == "cpu" and build.why_unavailable() is None and os.environ.get("HF_QKNORM_CPU") != "0"
 BACKENDS = [name for name in REGISTERED if HERE or name != "hf_qknorm_cpu"]
 CASES, STATIC = (
-    list(product(BACKENDS, DTYPES, ("plain", "left"), caches))
+    covering(BACKENDS, DTYPES, ("plain", "left"), caches)
     for caches in (("dynamic", "sliding"), ("static", "static, sliding"))
 )
-INTERPRETED = ("hf_qknorm_triton", "fp32, then bf16", "left", "sliding")  # the others take seconds
+INTERPRETED = next(case for case in CASES if case[0] == "hf_qknorm_triton")  # the others take seconds
 
 
 def model_of(scheme: str | None, backend: str) -> PreTrainedModel:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from covering import covering
 from safetensors import safe_open
 from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from tiny import TINY, TINY_BY_TYPE
@@ -30,7 +31,10 @@ SAVED = {
     **{name: SCHEMES[name] for name in ("soft_cap", "qk_norm_cap", "qkv_norm", "henry", "lp")},
     "per head": Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, eps=1e-5, scale=0.3),
 }
-MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in SAVED.items() if applies(t, scheme)]
+MODELS = [
+    *covering(MODEL_TYPES, SAVED, fits=lambda model_type, name: applies(model_type, SAVED[name]), strength=1),
+    *(("gpt2", "qkv_norm"), ("llama", "per head")),
+]
 HEADS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification")
 LOADING = {
     "plain": {},
@@ -63,7 +67,7 @@ def saved(request, tmp_path_factory):
     return model, folder
 
 
-@pytest.mark.parametrize("loading", LOADING)
+@pytest.mark.parametrize(("saved", "loading"), covering(MODELS, LOADING, strength=1), indirect=["saved"])
 @torch.no_grad()
 def test_round_trip(saved, loading):
     model, folder = saved
@@ -167,8 +171,7 @@ def test_the_body_of_a_causal_model(saved, tmp_path):
     assert torch.equal(again.base_model(**batch).last_hidden_state, expected)
 
 
-@pytest.mark.parametrize("auto", HEADS)
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(("model_type", "auto"), covering(MODEL_TYPES, HEADS, strength=1))
 @torch.no_grad()
 def test_a_patched_classifier(model_type, auto, tmp_path):
     batch = make_batch("right", labels=False)

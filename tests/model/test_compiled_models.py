@@ -18,11 +18,14 @@ from hf_qknorm.model.knees import apply_knee, powers_of
 
 MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
 MODELS += [("llama", "none"), ("llama", "lp"), ("llama", "qkv_norm"), ("gpt2", "qkv_norm")]
-FEW = [("gemma2", "qk_norm_cap"), ("gpt2", "qkv_norm"), ("llama", "lp"), ("mixtral", "qk_norm_cap")]
+FEW = [("gpt2", "qkv_norm"), ("mixtral", "qk_norm_cap")]
 TOLERANCE = 1e-5
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
+pytestmark = [
+    pytest.mark.costly,
+    pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's own
+]
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +66,7 @@ def test_one_graph_serves_every_knee():
     batch = {**make_batch("left", labels=False), "use_cache": False}
     counter, powers, found = CompileCounterWithBackend("aot_eager"), powers_of(model), []
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    for knee in (4.0, 0.5, 32.0, 0.0):
+    for knee in (4.0, 0.5, 0.0):
         apply_knee(model, knee, powers)
         found.append(compiled(**batch).logits)
         assert_near(found[-1], model(**batch).logits, TOLERANCE)

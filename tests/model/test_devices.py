@@ -7,6 +7,7 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
+from covering import covering
 from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -17,7 +18,7 @@ from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 
 PRESETS = ("none", "soft_cap", "qk_norm_cap", "henry")
-MODELS = [(t, name) for t in MODEL_TYPES for name in PRESETS if applies(t, SCHEMES[name])]
+MODELS = covering(MODEL_TYPES, PRESETS, fits=lambda t, name: applies(t, SCHEMES[name]), strength=1)
 
 
 def device_map(model: PreTrainedModel) -> dict[str, str]:
@@ -94,7 +95,7 @@ def test_calibrating_a_model_with_a_layer_on_the_disk(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("places", ["auto", "cpu", {"": "cpu"}], ids=str)
-@pytest.mark.parametrize("checkpoint", MODEL_TYPES, indirect=True)
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
 @torch.no_grad()
 def test_patching_a_model_with_a_device_map(checkpoint, places):
     batch = make_batch("left")
@@ -111,8 +112,9 @@ def sharded(model: PreTrainedModel) -> nn.Module:
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, sharded])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "wrap"), covering(MODEL_TYPES, [nn.parallel.DistributedDataParallel, sharded], strength=1)
+)
 def test_a_patched_model_is_wrapped_for_several_devices(model_type, wrap):
     preset = "qk_norm_cap" if applies(model_type, SCHEMES["qk_norm_cap"]) else "soft_cap"
     batch = make_batch("left")
@@ -152,9 +154,9 @@ OFFLOADS = {
 }
 
 
-@pytest.mark.parametrize("preset", ["soft_cap", "qk_norm_cap"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize(
+    ("offload", "model_type", "preset"), covering(OFFLOADS, ["llama", "gpt2"], ["soft_cap", "qk_norm_cap"])
+)
 @torch.no_grad()
 def test_patching_a_model_whose_projections_have_hooks(offload, model_type, preset, tmp_path):
     batch = make_batch("left")

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from covering import covering
 from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, trained_like
 from tiny import TINY
 from torch import Tensor
@@ -26,8 +27,7 @@ def logits(model: PreTrainedModel) -> Tensor:
         return model(**make_batch("plain")).logits
 
 
-@pytest.mark.parametrize("spread", [False, True])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(("model_type", "spread"), covering(TYPES, [False, True], strength=1))
 def test_as_unpatched_restores_a_folded_norm(model_type, spread):
     model = trained_like(model_type)
     expected = logits(model)

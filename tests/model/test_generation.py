@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from error_budget import error
 from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from tiny import TINY_BY_TYPE
@@ -22,7 +23,7 @@ SCHEMES_TESTED = {
     "norm and cap": replace(SCHEMES["qk_norm_cap"], softcap=2.0),
     "cap": replace(SCHEMES["soft_cap"], softcap=2.0),
 }
-MODELS = [(t, name) for t in MODEL_TYPES for name, scheme in SCHEMES_TESTED.items() if applies(t, scheme)]
+MODELS = covering(MODEL_TYPES, SCHEMES_TESTED, fits=lambda t, name: applies(t, SCHEMES_TESTED[name]), strength=1)
 CACHES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
 QUANTISED = {
     "cache_implementation": "quantized",
@@ -47,9 +48,13 @@ def generate(
     )
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(("kind", "last"), [("plain", 0), ("left", 0), ("plain", 5), ("plain", 1)])
-def test_cached_generation(model, kind, last, cache):
+PROMPTS = [("plain", 0), ("left", 0), ("plain", 5), ("plain", 1)]
+WAYS = covering(MODELS, covering(PROMPTS, CACHES), strength=1)
+
+
+@pytest.mark.parametrize(("model", "way"), WAYS, indirect=["model"], ids=str)
+def test_cached_generation(model, way):
+    (kind, last), cache = way
     expected = generate(model, kind, last=last, use_cache=False)
     actual = generate(model, kind, last=last, **CACHES[cache])
     assert torch.equal(actual.sequences, expected.sequences)
@@ -58,7 +63,7 @@ def test_cached_generation(model, kind, last, cache):
         assert_near(actual.logits[step], logits, 1e-5, f"step {step}")
 
 
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize(("model", "cache"), covering(MODELS, CACHES, strength=1), indirect=["model"], ids=str)
 def test_beam_search(model, cache):
     expected = generate(model, "left", num_beams=3, use_cache=False)
     actual = generate(model, "left", num_beams=3, **CACHES[cache])

@@ -34,8 +34,8 @@ def saved(model, **options: Any) -> Counter[tuple[Any, ...]]:  # type: ignore[no
     return Counter((tuple(x.shape), x.dtype) for x in kept.values())
 
 
-@pytest.mark.parametrize("scheme", ["qk_norm", "qk_norm_cap"])
-@pytest.mark.parametrize("model_type", ["llama", "mistral"])
+@pytest.mark.costly
+@pytest.mark.parametrize(("model_type", "scheme"), [("llama", "qk_norm_cap"), ("mistral", "qk_norm")])
 def test_a_cache_changes_nothing_in_training(model_type: str, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the default `use_cache=True`, results, gradients and tensors kept for backward are the same."""
     model = patched(model_type, scheme)
@@ -74,8 +74,11 @@ def caches(config: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("kind", list(caches(tiny_config("mistral"))))
-@pytest.mark.parametrize("model_type", slow_but(["mistral"], ["llama", "mistral"]))
+PIECES = [*(("mistral", kind) for kind in caches(tiny_config("mistral"))), ("llama", "static")]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("model_type", "kind"), slow_but(PIECES[1:3], PIECES))
 @torch.no_grad()
 def test_a_full_pass_in_pieces(model_type: str, kind: str) -> None:
     """The first piece fills the cache, beside the fused kernels; the others read it."""
@@ -88,6 +91,7 @@ def test_a_full_pass_in_pieces(model_type: str, kind: str) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_compiled_steps_into_a_static_cache() -> None:
     """The first pass allocates the cache; then one graph writes to it and counts its keys."""
@@ -105,13 +109,14 @@ def test_compiled_steps_into_a_static_cache() -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), whole[:, :9], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_a_cache_that_was_reset_or_cut_back_is_used_anew() -> None:
     model = patched("llama", "qk_norm_cap")
     model.set_attn_implementation("hf_qknorm_triton")
     tokens = batch("plain")["input_ids"]
     expected = model(tokens, use_cache=False).logits
-    for cache in caches(model.config).values():
+    for cache in (caches(model.config)[kind] for kind in ("of the config", "static")):
         model(tokens[:, 4:], **{CACHE: cache})
         cache.reset()
         if cache.get_seq_length():
@@ -155,6 +160,7 @@ def test_a_cache_of_another_batch_is_refused() -> None:
         model(tokens[:, 8:9], **{CACHE: cache})
 
 
+@pytest.mark.costly
 @torch.no_grad()
 def test_a_static_cache_takes_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in sampling from a model that trains."""

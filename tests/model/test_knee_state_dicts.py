@@ -53,6 +53,7 @@ def test_a_state_without_a_knee_does_not_fit_norms_with_one() -> None:
         kneed().load_state_dict(plain().state_dict())
 
 
+@pytest.mark.costly
 def test_another_loader_takes_the_powers_of_the_config_alone(tmp_path: Any) -> None:
     """An older checkpoint, whose ε it does not find a use for, gives NaN instead of other numbers."""
     kneed().save_pretrained(tmp_path)

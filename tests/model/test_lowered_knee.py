@@ -124,6 +124,7 @@ def test_an_unchanged_knee_reads_nothing_from_the_device(monkeypatch):
     assert schedule.at(1, 2, KNEE) == 0.0
 
 
+@pytest.mark.costly
 def test_a_falling_knee_compiles_into_two_programs():
     model = kneed("rms")
     programs = CompileCounter()

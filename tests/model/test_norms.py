@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.utils.parametrize
+from covering import covering
 
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.ops.norms import NORMS
@@ -21,13 +22,9 @@ def shape_of(parameter: torch.nn.Parameter | None) -> tuple[int, ...] | None:
     return None if parameter is None else tuple(parameter.shape)
 
 
-def test_every_gain_has_a_shape() -> None:
-    assert set(SHAPES) == set(GAINS)
-
-
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("gain", "bias"), [(g, b) for g in GAINS for b in (None, False, True) if g in CHANNEL_GAINS or not b]
+    ("gain", "bias", "norm"),
+    covering(GAINS, (None, False, True), ("rms", "layer"), fits=lambda g, b, _: not b or g in CHANNEL_GAINS),
 )
 def test_parameters_have_the_schemes_shapes_and_fresh_values(gain: str, bias: bool | None, norm: str) -> None:
     module = HeadNorm(norm, scheme_of(norm, gain, bias), HEADS, DIM, initial_gain=1.5)
@@ -61,8 +58,7 @@ def test_reset_restores_the_fresh_values() -> None:
     assert (module.bias == 0).all()
 
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("gain", GAINS)
+@pytest.mark.parametrize(("gain", "norm"), covering(GAINS, NORMS, strength=1))
 def test_it_computes_the_reference_norm(gain: str, norm: str) -> None:
     scheme = Scheme(q=norm, gain=gain, p=3 if norm == "lp" else 2, eps=1e-3)
     module = HeadNorm(norm, scheme, HEADS, DIM)

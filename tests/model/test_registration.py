@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import transformers
+from covering import covering
 from tables import MODEL_TYPES, make_batch, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 from transformers.models.auto import modeling_auto
@@ -23,6 +24,7 @@ from hf_qknorm.model.derived import derived_config, derived_model
 CHECKPOINTS = ("llama-shakespeare", "gpt2-shakespeare")
 
 
+@pytest.mark.costly
 def test_importing_the_package_imports_no_modelling_file():
     script = (
         "import sys, hf_qknorm\n"
@@ -71,7 +73,7 @@ def test_unknown_names_raise_attribute_error():
             getattr(derived_classes, name)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
     """Trainer shifts labels only for classes that it knows by name as causal language models."""
     batch = make_batch("right")
@@ -97,8 +99,10 @@ def test_the_tokenizer_of_a_patched_checkpoint(name, shared, tmp_path):
     assert len(again) == len(tokenizer)
 
 
-@pytest.mark.parametrize("named", [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"])
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "named"),
+    covering(MODEL_TYPES, [None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast"], strength=1),
+)
 def test_the_class_of_a_tokenizer_is_found_as_for_the_base_model(model_type, named, shared, tmp_path):
     """It comes from the model type if the files name no class (the original GPT-2) or a wrong one."""
     model = sharp_model(model_type)

@@ -141,6 +141,7 @@ def test_the_text_tower_is_calibrated_by_itself():
     assert_identical(model.model.language_model.state_dict(), alone.state_dict())
 
 
+@pytest.mark.slow
 def test_without_the_package_the_checkpoint_is_refused(tmp_path):
     patch_model(made("llava"), "qk_norm_cap").save_pretrained(tmp_path)
     script = "import sys, transformers; transformers.AutoModelForImageTextToText.from_pretrained(sys.argv[1])"

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
+from slow import slow_but
 from tables import sharp_model
 from transformers import PreTrainedModel
 
@@ -15,8 +17,9 @@ from hf_qknorm.ops.cpu import build
 
 BACKENDS = (
     *("eager", "sdpa", "hf_qknorm", "hf_qknorm_cpu", "hf_qknorm_tiled", "hf_qknorm_eager"),
-    pytest.param("hf_qknorm_triton", marks=pytest.mark.slow),
+    "hf_qknorm_triton",
 )
+LENGTHS, CACHES = (1, 3), ("none", "empty", "filled")
 BATCH, FILLED = 2, 5
 FITTING = {
     "one row": lambda length: {"position_ids": torch.arange(length)[None]},
@@ -29,6 +32,11 @@ WRONG = {
     "a mask of more keys": lambda length: {"attention_mask": torch.ones(BATCH, 1, length, 50, dtype=torch.bool)},
     "a mask of more rows": lambda length: {"attention_mask": torch.zeros(3, 1, length, length)},
 }
+
+
+def interpreted_slow(*axes: Any) -> list[Any]:
+    rows = covering(*axes)
+    return slow_but([row for row in rows if row[0] != "hf_qknorm_triton"], rows)
 
 
 def model(backend: str | None, model_type: str = "llama") -> PreTrainedModel:
@@ -50,16 +58,16 @@ def plain() -> PreTrainedModel:
     return model(None)
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module")
 def patched(request: pytest.FixtureRequest) -> PreTrainedModel:
     if request.param == "hf_qknorm_cpu" and (reason := build.why_not_built()) is not None:
         pytest.skip(reason)
     return model(request.param)
 
 
-@pytest.mark.parametrize("cache", ["none", "empty", "filled"])
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize(
+    ("patched", "wrong", "length", "cache"), interpreted_slow(BACKENDS, WRONG, LENGTHS, CACHES), indirect=["patched"]
+)
 def test_wrong_shapes_are_refused_where_transformers_refuses_them(wrong, length, cache, patched, plain):
     inputs = WRONG[wrong](length)
     for made in (plain, patched):
@@ -67,8 +75,9 @@ def test_wrong_shapes_are_refused_where_transformers_refuses_them(wrong, length,
             run(made, length, cache, **inputs)
 
 
-@pytest.mark.parametrize("cache", ["none", "empty", "filled"])
-@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize(
+    ("patched", "length", "cache"), interpreted_slow(BACKENDS, LENGTHS, CACHES), indirect=["patched"]
+)
 def test_positions_that_fit_are_taken(length, cache, patched):
     expected = run(model("eager"), length, cache, **FITTING["every row"](length))
     for make in FITTING.values():
