@@ -130,6 +130,7 @@ COMMANDS = (
 )
 
 
+@pytest.mark.slow
 def test_every_command_prints_on_an_ascii_terminal(places):
     ascii_alone = {"PYTHONIOENCODING": "ascii", "LANG": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
@@ -141,6 +142,7 @@ def test_every_command_prints_on_an_ascii_terminal(places):
     assert "out \\u2192 new: Qwen3ForCausalLM" in done.stdout
 
 
+@pytest.mark.costly
 @posix
 def test_a_closed_output_ends_the_command_silently(tmp_path):
     with subprocess.Popen(

@@ -31,6 +31,7 @@ ORDERS = (
 PEFT_ORDERS = ("hf_qknorm, peft", "peft, hf_qknorm", "peft.utils.constants, hf_qknorm")
 
 
+@pytest.mark.costly
 def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
     """Beyond those that transformers' Auto classes load, which differ by its version."""
     script = (
@@ -42,7 +43,8 @@ def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
     assert child(script, home=tmp_path, quiet=True) == "[]\n"
 
 
-@pytest.mark.parametrize("first", slow_but(["hf_qknorm", "transformers.modeling_utils, hf_qknorm"], ORDERS))
+@pytest.mark.costly
+@pytest.mark.parametrize("first", slow_but(["transformers.modeling_utils, hf_qknorm"], ORDERS))
 def test_attention_functions_and_masks_are_registered_in_any_order(tmp_path, first):
     script = (
         f"import {first}\n"
@@ -53,7 +55,8 @@ def test_attention_functions_and_masks_are_registered_in_any_order(tmp_path, fir
     assert child(script, home=tmp_path) == "True\n"
 
 
-@pytest.mark.parametrize("compiled", slow_but([True], [False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", [False, True])
 def test_an_unpatched_model_uses_a_backend_that_loads_when_it_is_called(compiled, tmp_path):
     script = (
         "import sys, torch, hf_qknorm\n"
@@ -92,11 +95,10 @@ def test_names_that_load_when_first_used_are_the_modules_own(tmp_path):
     assert child(listed + starred, home=tmp_path) == "True\nhf_qknorm.training.clip hf_qknorm.training.blend\n"
 
 
-@pytest.mark.parametrize("name", hf_qknorm.__all__)
-def test_public_names_resolve_and_pickle_by_reference(name):
-    value = getattr(hf_qknorm, name)
-    if inspect.isclass(value) or inspect.isfunction(value):
-        assert pickle.loads(pickle.dumps(value)) is value
+def test_public_names_resolve_and_pickle_by_reference():
+    for value in (getattr(hf_qknorm, name) for name in hf_qknorm.__all__):
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert pickle.loads(pickle.dumps(value)) is value
 
 
 def test_an_unknown_name_raises_as_in_any_module():
@@ -104,7 +106,8 @@ def test_an_unknown_name_raises_as_in_any_module():
         _ = hf_qknorm.QKClipper
 
 
-@pytest.mark.parametrize("first", slow_but(PEFT_ORDERS[:1], PEFT_ORDERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("first", PEFT_ORDERS)
 def test_peft_knows_the_targets_of_patched_models_in_either_order(tmp_path, first):
     script = (
         f"import sys, {first}\n"

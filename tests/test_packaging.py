@@ -20,6 +20,9 @@ BUILD = (
 )
 
 
+pytestmark = pytest.mark.costly
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
     pytest.importorskip("setuptools.build_meta")
@@ -50,6 +53,7 @@ def test_the_wheel_has_the_version_of_the_package(wheel):
     assert metadata["Version"] == hf_qknorm.__version__
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_renders_a_card(wheel, tmp_path):
     """Imported from the wheel's files alone, in a folder without the repository."""
     with zipfile.ZipFile(wheel) as archive:

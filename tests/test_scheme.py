@@ -5,6 +5,7 @@ import json
 import math
 
 import pytest
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,8 +124,7 @@ def test_a_knee_is_written_and_read(knee: float) -> None:
     assert scheme.resolve().knee == knee
 
 
-@pytest.mark.parametrize("norm", [*NORMS, "auto"])
-@pytest.mark.parametrize("field", ["q", "k", "v"])
+@pytest.mark.parametrize(("field", "norm"), covering(["q", "k", "v"], [*NORMS, "auto"], strength=1))
 def test_every_norm_may_have_a_knee(field: str, norm: str) -> None:
     assert Scheme(**{field: norm}, knee=4).knee == 4.0
 
@@ -258,9 +258,9 @@ def test_text_names_the_fields_that_differ_from_the_defaults(scheme: Scheme, tex
     assert str(scheme) == text
 
 
-@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    ("gain", "bias"), [(g, b) for g in GAINS for b in (None, False, True) if g in CHANNEL_GAINS or not b]
+    ("gain", "bias", "norm"),
+    covering(GAINS, (None, False, True), ("rms", "layer"), fits=lambda g, b, _: not b or g in CHANNEL_GAINS),
 )
 def test_a_bias_exists_if_requested_and_by_default_with_layer_norm(gain: str, bias: bool | None, norm: str) -> None:
     expected = norm == "layer" and gain in CHANNEL_GAINS if bias is None else bias

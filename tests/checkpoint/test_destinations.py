@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
+from covering import covering
 from folders import contents
 from tiny import tiny_model
 
@@ -65,8 +67,12 @@ def demo(src: Path, dst: Path | str) -> Any:
 WRITERS = {"convert": convert, "plan": plan, "export": export, "demo": demo}
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("place", ["itself", "above", "far above", "linked above", "a linked shard", "templates"])
+PLACES = ("itself", "above", "far above", "linked above", "a linked shard", "templates")
+
+
+@pytest.mark.parametrize(
+    ("writer", "place"), [*covering(["plan", "export", "demo"], PLACES, strength=1), *product(["convert"], PLACES)]
+)
 def test_no_source_is_replaced(writer, place, tmp_path):
     """The folder of a training has a config.json and its last model, and checkpoints below it."""
     run = save(tmp_path / "run", patched=writer == "export")
@@ -97,8 +103,7 @@ def test_a_new_folder_in_the_source_is_accepted(run, plain):
         assert {name: data for name, data in contents(source).items() if not name.startswith("new/")} == before
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("name", ["", ".", "..", "folder/..", "sub/link/.."])
+@pytest.mark.parametrize(("writer", "name"), covering(WRITERS, ["", ".", "..", "folder/..", "sub/link/.."], strength=1))
 def test_the_working_directory_is_not_replaced(writer, name, plain, run, tmp_path, monkeypatch):
     here = tmp_path / "work" / "here"
     convert(plain, here)
@@ -147,8 +152,9 @@ UNKNOWN = {
 }
 
 
-@pytest.mark.parametrize("writer", ["convert", "plan", "export"])
-@pytest.mark.parametrize("what", UNKNOWN)
+@pytest.mark.parametrize(
+    ("writer", "what"), [*covering(["plan", "export"], UNKNOWN, strength=1), *product(["convert"], UNKNOWN)]
+)
 def test_overwriting_deletes_only_a_checkpoint(writer, what, plain, run, tmp_path):
     file, message = UNKNOWN[what]
     out = tmp_path / "out"

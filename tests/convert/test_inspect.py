@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from tables import MODEL_TYPES, fingerprint, sharp_model
+from tables import fingerprint, sharp_model
 from tiny import tiny_model
 
 from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
@@ -22,6 +22,7 @@ from hf_qknorm.stats.bounds import logit_bound
 from hf_qknorm.stats.measure import evaluate, predictions
 
 CAP = Scheme(softcap=50.0)
+FAMILIES_TRIED = ("gemma2", "gpt2", "llama", "mixtral", "qwen3")
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -29,7 +30,7 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     model = sharp_model(family).train()
     before, weights = fingerprint(model), {name: x.clone() for name, x in model.state_dict().items()}
@@ -50,7 +51,7 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     assert {risk.layer for risk in found.risks} == set(patched_layers(model))
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_schemes_that_may_suit_the_model_are_tried(family):
     model = sharp_model(family)
     batch = tokens(2, 20)
@@ -71,7 +72,7 @@ def test_schemes_that_may_suit_the_model_are_tried(family):
         assert "its cap of 50 bends" in "".join(found.advice.reasons)
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
     model = sharp_model(family)
     before = fingerprint(model)

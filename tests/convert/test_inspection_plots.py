@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -63,7 +61,7 @@ def drawn(monkeypatch, tmp_path, found: Inspection) -> Figure:
 
 @pytest.mark.parametrize(
     ("layers", "heads", "size"),
-    [*((4, 4, size) for size in (0.0, 0.01, 10.0, 1e5)), (1, 1, 10.0), (24, 16, 10.0), (80, 64, 10.0), (3, 128, 10.0)],
+    [(4, 4, 0.0), (4, 4, 1e5), (1, 1, 10.0), (40, 32, 10.0), (3, 128, 10.0)],
 )
 def test_any_shape_and_any_size_can_be_drawn(tmp_path, layers, heads, size):
     heat_map(inspection(layers, heads, size), tmp_path / "map.png")
@@ -88,21 +86,6 @@ def test_both_maps_show_the_numbers(monkeypatch, tmp_path):
     assert len(middle.collections[0].get_paths()) == collapsed
 
 
-def test_many_cells_have_no_text(monkeypatch, tmp_path):
-    left, middle, *_ = drawn(monkeypatch, tmp_path, inspection(80, 64)).axes
-    assert not left.texts
-    assert not middle.texts
-    assert len(left.get_xticks()) <= 16
-    assert len(left.get_yticks()) <= 24
-
-
-@pytest.mark.parametrize("cap", [10.0, 50.0])
-def test_colours_depend_on_the_cap(monkeypatch, tmp_path, cap):
-    left, middle, *_ = drawn(monkeypatch, tmp_path, inspection(4, 4, cap=cap)).axes
-    assert (left.images[0].norm.vmin, left.images[0].norm.vmax) == (cap / 16, 2 * cap)
-    assert (middle.images[0].norm.vmin, middle.images[0].norm.vmax) == (0, 4.5)
-
-
 def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
     (tmp_path / "map.png").write_text("old")
 
@@ -114,15 +97,6 @@ def test_a_failed_drawing_leaves_the_old_one(monkeypatch, tmp_path):
         heat_map(inspection(2, 2), tmp_path / "map.png")
     assert (tmp_path / "map.png").read_text() == "old"
     assert len(list(tmp_path.iterdir())) == 1
-
-
-@pytest.mark.slow
-def test_matplotlib_is_imported_only_to_draw():
-    code = (
-        "import sys, hf_qknorm.cli, hf_qknorm.convert.inspect, hf_qknorm.demo.run, hf_qknorm.hub.card, "
-        "hf_qknorm.training.logit_monitor; sys.exit('matplotlib' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def with_knees(rises: dict[float, tuple[float, float | None]], largest: float = 10.0) -> Inspection:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from covering import covering
 from tiny import tiny_model
 
 from hf_qknorm import Scheme, calibrate, patch_model
@@ -55,8 +56,7 @@ def heads(count: int, spread: float = 1.0, seed: int = 0) -> torch.Tensor:
     return x * spread * (2.0 * torch.rand(count, 2, 1, dtype=torch.float64, generator=generator)).exp()
 
 
-@pytest.mark.parametrize("expected", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(("norm", "expected"), covering(NORMS, [0.5, 1.0, 2.0], strength=1))
 def test_interpolated_sums_are_those_of_the_norm_at_any_knee(norm, expected):
     scheme = Scheme(q=norm, p=ORDERS[norm])
     x = heads(200)
@@ -133,9 +133,7 @@ class Recorded:
 BASE = Prediction(2.0)
 
 
-@pytest.mark.parametrize("by", ["loss", "kl"])
-@pytest.mark.parametrize("most", [None, 0.02, 0.2])
-@pytest.mark.parametrize("first", range(len(KNEES)))
+@pytest.mark.parametrize(("first", "most", "by"), covering(range(len(KNEES)), [None, 0.2], ["loss", "kl"], strength=1))
 def test_the_search_ends_above_the_smallest_knee_that_keeps_loss_and_predictions(first, most, by, monkeypatch):
     limit = LIMIT if most is None else most
     costs = {knee: limit * (0.9 if i >= first else 1.1) for i, knee in enumerate(KNEES)}

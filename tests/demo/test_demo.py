@@ -36,6 +36,7 @@ def here(tmp_path: Path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.costly
 def test_a_demo_prints_and_writes_everything(here, capsys):
     assert cli.main([*DEMO, "--out", "my demo"]) == 0
     out, printed = here / "my demo", capsys.readouterr().out
@@ -76,6 +77,7 @@ def check_checkpoint(folder: Path, report: dict) -> None:
     assert f"{calibration.loss:.3f}" in card
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 @pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
@@ -103,6 +105,7 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 @pytest.mark.usefixtures("default_signals")
+@pytest.mark.costly
 def test_a_demo_that_is_interrupted_before_its_conversion_changes_nothing(here, capsys, monkeypatch):
     monkeypatch.setattr(demo_run.subprocess, "run", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     assert cli.main(DEMO) == 130

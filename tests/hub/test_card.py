@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from card_cases import REPORT, checkpoint, edit, front
+from covering import covering
 from tiny import tiny_model
 from transformers import AutoModelForSequenceClassification
 
@@ -20,9 +21,9 @@ from hf_qknorm.hub.card import render_card, write_card
 from hf_qknorm.hub.card_plots import draw_report
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("report", [True, False])
+@pytest.mark.parametrize(
+    ("scheme", "family", "report"), covering(SCHEMES, ["llama", "gpt2", "gemma2"], [True, False], strength=1)
+)
 def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
     text = render_card(checkpoint(tmp_path, scheme, family, report))
     data = front(text)

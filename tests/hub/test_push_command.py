@@ -40,6 +40,7 @@ def run(hub: Hub, home: Path, *command: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, env=kept | own | settings, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.slow
 def test_a_pushed_model_loads_without_the_package(hub, tmp_path):
     out = checkpoint(tmp_path / "out", max_shard_size="200KB")
     done = run(hub, tmp_path, sys.executable, "-m", "hf_qknorm.cli", "push", str(out), "tiny", "--private")

@@ -6,6 +6,8 @@ import math
 
 import pytest
 import torch
+from covering import covering
+from slow import slow_but
 from tables import sharp_model
 from tiny import tiny_config, tiny_model
 from torch import Tensor
@@ -64,9 +66,7 @@ def searched(q_norm: HeadNorm, k_norm: HeadNorm, heads: int, heads_kv: int, head
         return float((q_norm(1e4 * q) * k_norm(1e4 * k).repeat_interleave(heads // heads_kv, 2)).sum(-1).abs().max())
 
 
-@pytest.mark.parametrize("knee", [0.0, 4.0])
-@pytest.mark.parametrize("gain", ["shared", "per_head"])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("name", "gain", "knee"), covering(NORMS, ["shared", "per_head"], [0.0, 4.0], strength=1))
 def test_no_input_exceeds_the_bound(name, gain, knee):
     scheme = scheme_of(name, gain, knee)
     layer = next(iter(patched_layers(patched(scheme)).values()))
@@ -159,7 +159,10 @@ ROTATED = [
 ]
 
 
-@pytest.mark.parametrize("family", ROTATED)
+FEW = {FAMILIES[family].style: family for family in ROTATED}.values()  # one of each style; the others are slow
+
+
+@pytest.mark.parametrize("family", slow_but({*FEW, "phi3", "llama4_text"}, ROTATED))
 def test_rotary_scale_is_the_factor_in_cos_and_sin(family):
     """YaRN's factor, as in the cos and sin of each layer."""
     settings = config_with(family, YARN)

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from tables import MODEL_TYPES
 from tiny import tiny_model
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
@@ -28,7 +27,7 @@ def made(scheme: str | Scheme = "qk_norm_cap", method: str = "moments", family: 
     return calibrate(model, [tokens(2, 20, seed) for seed in range(3)], method=method)
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
+@pytest.mark.parametrize("family", ["gemma2", "gpt2", "llama", "qwen3"])
 def test_json_round_trip(family, tmp_path):
     report = made("soft_cap" if FAMILIES[family].own_norms else "qk_norm_cap", family=family)
     assert Calibration.from_dict(json.loads(json.dumps(report.to_dict()))) == report

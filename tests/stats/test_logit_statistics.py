@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from covering import covering
 from tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
 from tiny import tiny_model
 
@@ -19,8 +20,7 @@ def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("family", MODEL_TYPES)
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("family", "padded"), covering(MODEL_TYPES, [False, True], strength=1))
 def test_statistics_equal_those_of_the_attention_weights(family, padded):
     model = patch_model(tiny_model(family), "soft_cap", attn_implementation="eager")
     inputs = {"input_ids": tokens(2, 20)}
@@ -54,9 +54,10 @@ def projections(model, batch):
     return seen
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("family", [*MODEL_TYPES, "gemma3_text", "olmo2", "nanochat"])
-@pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
+@pytest.mark.parametrize(
+    ("family", "scheme", "kind"),
+    covering([*MODEL_TYPES, "gemma3_text", "olmo2", "nanochat"], ["none", "qk_norm_cap"], BATCHES, strength=1),
+)
 def test_rms_is_that_of_the_projections_without_padding(family, scheme, kind):
     if FAMILIES[family].own_norms and scheme != "none":
         scheme = "soft_cap"

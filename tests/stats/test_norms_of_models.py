@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from accelerate import cpu_offload
+from slow import slow_but
 from tables import fingerprint, make_batch, real, sharp_model
 from torch import nn
 
@@ -24,6 +25,9 @@ CENTRED = ("cohere", "persimmon", "phi", "stablelm")  # their norms are LayerNor
 # A stored 0 is a gain of 1
 PLUS_ONE = ("gemma3_text", "minimax_m3_vl_text", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text")
 BOUNDED = [model_type for model_type in BORN if model_type != "zaya"]  # one module norms its queries and keys together
+FEW = {
+    FAMILIES[model_type].style: model_type for model_type in BOUNDED
+}.values()  # one of each style; the others are slow
 
 
 def born(model_type: str) -> nn.Module:
@@ -69,7 +73,7 @@ def force_outputs(layer: QKNormAttention, raw: torch.Tensor) -> None:
             layer.get_submodule(name).register_forward_hook(replace)
 
 
-@pytest.mark.parametrize("model_type", BOUNDED)
+@pytest.mark.parametrize("model_type", slow_but(FEW, BOUNDED))
 def test_the_worst_input_reaches_the_bound(model_type):
     """The first channel has the largest gain: queries and keys along it, of one token, have the largest logit."""
     centred = model_type in CENTRED
@@ -92,7 +96,7 @@ def test_the_worst_input_reaches_the_bound(model_type):
         assert float(seen[name].max_logit.max()) * scale == pytest.approx(bounds[name], rel=3e-3)
 
 
-@pytest.mark.parametrize("model_type", BORN)
+@pytest.mark.parametrize("model_type", slow_but(FEW, BORN))
 def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
     model = born(model_type)
     generator = torch.Generator().manual_seed(1)
@@ -120,7 +124,7 @@ def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
     assert ("gains" in found.table()) == bool(found.gains)
 
 
-@pytest.mark.parametrize("model_type", BOUNDED)
+@pytest.mark.parametrize("model_type", slow_but(FEW, BOUNDED))
 def test_the_largest_gain_is_that_of_the_stored_weights(model_type):
     model = patch_model(born(model_type), "none")
     set_gains(model, -3.0, 0.5)

@@ -40,8 +40,7 @@ LOWERED = ({}, [4.0, 2.25, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0])
 OPENED = ({"share": 0.5, "target": math.inf, "after": 0.5}, [4.0] * 5 + [4.8579, 9.0, 33.1421])  # 10/(1 + cos πu) − 1
 
 
-@pytest.mark.parametrize("stop", [3, 6])
-@pytest.mark.parametrize(("options", "way"), [LOWERED, OPENED], ids=["lowered", "opened"])
+@pytest.mark.parametrize(("options", "way", "stop"), [(*LOWERED, 3), (*OPENED, 6)], ids=["lowered", "opened"])
 def test_a_resumed_run_equals_an_uninterrupted_one(options, way, stop, tmp_path):
     whole, record = kneed(), Record()
     run(whole, tmp_path / "whole", KneeSchedule(**options), record).train()

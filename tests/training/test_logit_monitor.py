@@ -154,6 +154,7 @@ def test_watching_changes_nothing():
 
 
 @pytest.mark.parametrize("wrap", ["in place", "wrapped"])
+@pytest.mark.costly
 def test_compiled_models_run_eagerly_when_they_are_sampled(wrap):
     torch.compiler.reset()
     model, batch = patch_model(sharp_model("llama"), "qk_norm_cap"), make_batch("plain", labels=False)

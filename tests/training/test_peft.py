@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 from adapters import needs_add_adapter
+from covering import covering
 from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -19,7 +20,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
 
 PRESETS = ("qk_norm_cap", "qkv_norm", "soft_cap")
-MODELS = [(t, name) for t in MODEL_TYPES for name in PRESETS if applies(t, SCHEMES[name])]
+MODELS = covering(MODEL_TYPES, PRESETS, fits=lambda t, name: applies(t, SCHEMES[name]), strength=1)
 TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.filterwarnings(

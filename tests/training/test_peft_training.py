@@ -34,6 +34,7 @@ for folder in sys.argv[1:]:
 """
 
 pytestmark = [
+    pytest.mark.costly,
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning"),  # peft uses the old name
     pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),
 ]
