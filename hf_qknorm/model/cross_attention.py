@@ -34,4 +34,9 @@ def attend_across(
     options = options | {"is_causal": False}
     if style.prescaled:
         q, options = q * layer.logit_scale, options | {"scaling": 1.0}
-    return layer._call_backend(q.to(v.dtype), k.to(v.dtype), v, mask, options)
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    if style.bias is not None:
+        options["position_bias"] = style.bias(layer, q, k, v=v, mask=mask, **options)
+    layer.show(q, k, v, mask, options)
+    found: tuple[Tensor, Tensor | None] = layer.attention_function()(layer, q, k, v, mask, **options)
+    return found

@@ -49,8 +49,8 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         q, k = implementations.norm_rope(self, heads)
         if cache is not None:
             k, v = caches.update(cache, slot, k, v, options)
-        self._show(q, k, v, mask, options)
-        return self._attention_function()(self, q, k, v, mask, **options)
+        self.show(q, k, v, mask, options)
+        return self.attention_function()(self, q, k, v, mask, **options)
 
     def _update(self, cache: Any, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return caches.update(cache, self.family.style.slot(self, **options), k, v, options)

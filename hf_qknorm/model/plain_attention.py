@@ -80,8 +80,8 @@ class PlainAttention(nn.Module):
                 q, k = q.to(v.dtype), k.to(v.dtype)
             if style.bias is not None:
                 kwargs["position_bias"] = style.bias(self, q, k, v=v, mask=attention_mask, **kwargs)
-            self._show(q, k, v, attention_mask, kwargs)
-            found = self._attention_function()(self, q, k, v, attention_mask, **kwargs)
+            self.show(q, k, v, attention_mask, kwargs)
+            found = self.attention_function()(self, q, k, v, attention_mask, **kwargs)
         out, weights = found
         return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous(), *rest), weights
 
@@ -100,7 +100,7 @@ class PlainAttention(nn.Module):
         """Attention `[B, T, H, D]` of heads as they are projected, by kernels that norm and rotate; None without."""
         return None
 
-    def _attention_function(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    def attention_function(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
         style = self.family.style
         another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
         eager = functions.eager_attention if another_scale else style.eager(self)
@@ -121,7 +121,7 @@ class PlainAttention(nn.Module):
             q = q * self.logit_scale
         return style.rotate(self, q, k, v, positions, past_key_values=cache, **options)
 
-    def _show(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+    def show(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
         """Show the heads `[B, H or Hk, T or S, D]` that attention gets to the observers."""
         for observer in self.observers:
             observer(self, q, k, v, mask, options)
