@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_QKNORM_TEST_SEED"] = str(config.getoption("--seed"))  # children inherit it
-    import seeds  # noqa: F401  # before any test is imported, as some draw numbers then
+    from qknorm_tests import seeds  # noqa: F401  # before any test is imported, as some draw numbers then
 
     # One thread by default: tiny models are no faster with more, and waiting threads slow a busy machine.
     torch.set_num_threads(config.getoption("--threads"))

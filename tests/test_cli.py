@@ -6,11 +6,11 @@ import dataclasses
 import json
 
 import torch
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, Scheme, cli, patch_model
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.tiny import tiny_model
 
 
 def test_schemes_and_families_are_listed(capsys):

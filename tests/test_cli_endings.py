@@ -12,13 +12,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from tiny import tiny_model
 
 from hf_qknorm import cli, commands, patch_model
 from hf_qknorm.convert import checkpoint
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub import card
 from hf_qknorm.training import logit_plots
+from qknorm_tests.tiny import tiny_model
 
 STOPS = {"Ctrl-C": signal.SIGINT, "terminated": signal.SIGTERM, "hung up": getattr(signal, "SIGHUP", signal.SIGTERM)}
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals and pipes")

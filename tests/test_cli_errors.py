@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from hf_qknorm import cli, commands, patch_model
 from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.tiny import tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from doc_examples import make_folder, names
 
 import hf_qknorm as qk
+from qknorm_tests.doc_examples import make_folder, names
 
 PUBLIC = [name for name in qk.__all__ if inspect.isclass(getattr(qk, name)) or inspect.isfunction(getattr(qk, name))]
 

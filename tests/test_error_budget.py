@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_budget import assert_within_budget, verdict
 from torch import Tensor
+
+from qknorm_tests.error_budget import assert_within_budget, verdict
 
 EPS = torch.finfo(torch.float32).eps
 ROWS = (2, 50, 3, 16)  # the terms of a gain's gradient

@@ -12,15 +12,14 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-import interpreter
-from error_budget import assert_within_budget
-from operator_calls import call
-from tables import TRIED, assert_identical, randomise
-
 from hf_qknorm import patch_model
 from hf_qknorm.ops import library
 from hf_qknorm.ops.triton import attention_decode
 from hf_qknorm.ops.types import Norm, Rotary
+from qknorm_tests import interpreter
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.operator_calls import call
+from qknorm_tests.tables import TRIED, assert_identical, randomise
 
 interpreter.install()
 NATIVE = torch.cuda.is_available()

@@ -9,10 +9,10 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from children import child
-from slow import slow_but
 
 import hf_qknorm
+from qknorm_tests.children import child
+from qknorm_tests.slow import slow_but
 
 HEAVY = (
     "accelerate", "bitsandbytes", "datasets", "matplotlib", "peft", "torch._dynamo", "transformers.modeling_utils",

@@ -9,9 +9,9 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
-from children import child
 
 import hf_qknorm
+from qknorm_tests.children import child
 
 ROOT = Path(hf_qknorm.__file__).parents[1]
 PACKAGES = ("hf_qknorm", "hf_qknorm_command")

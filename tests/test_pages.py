@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pages import NAMES, PAGES, ROOT, WRITTEN, anchors, code_files, links, named_code, prose_of, text_of
 from test_layers import MODULES, imports
 
 import hf_qknorm as qk
 from hf_qknorm.attend.functions import CAP_BACKENDS
+from qknorm_tests.pages import NAMES, PAGES, ROOT, WRITTEN, anchors, code_files, links, named_code, prose_of, text_of
 
 ARCHITECTURE = "hf_qknorm/README.md"
 REFUSALS = "hf_qknorm/checkpoint/README.md"

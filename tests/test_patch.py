@@ -6,15 +6,15 @@ import logging
 
 import pytest
 import torch
-from covering import covering
-from error_budget import error
-from tables import MODEL_TYPES, PAIRS, applies, fingerprint, make_batch, randomise, sharp_model
-from tiny import TINY
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import error
+from qknorm_tests.tables import MODEL_TYPES, PAIRS, applies, fingerprint, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import TINY
 
 PER_HEAD = (
     Scheme(q="rms", k="rms", gain="per_head", bias=True),

@@ -8,9 +8,6 @@ from typing import Any
 import peft
 import pytest
 import torch
-from adapters import needs_add_adapter
-from tables import MODEL_TYPES, fingerprint, sharp_model
-from tiny import TINY
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -25,6 +22,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 
 from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.model.derived import QKNormModel
+from qknorm_tests.adapters import needs_add_adapter
+from qknorm_tests.tables import MODEL_TYPES, fingerprint, sharp_model
+from qknorm_tests.tiny import TINY
 
 LORA = peft.LoraConfig(r=2, target_modules=["q_proj"])
 

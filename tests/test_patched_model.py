@@ -9,13 +9,23 @@ import sys
 
 import pytest
 import torch
-from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, assert_near, fingerprint, make_batch, randomise, sharp_model
-from tiny import TINY
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import FAMILIES, Scheme, patch_model, unpatch_model
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.tables import (
+    KNEES,
+    MODEL_TYPES,
+    PAIRS,
+    TRIED,
+    assert_near,
+    fingerprint,
+    make_batch,
+    randomise,
+    sharp_model,
+)
+from qknorm_tests.tiny import TINY
 
 every_model = pytest.mark.parametrize(("model_type", "preset"), [*PAIRS, *KNEES])
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from folders import loaded, logits, save
-from tables import randomise, sharp_model
 
 from hf_qknorm import SCHEMES, Scheme, cli, patch_model
 from hf_qknorm.scheme import REMOVED, STORED
+from qknorm_tests.folders import loaded, logits, save
+from qknorm_tests.tables import randomise, sharp_model
 
 IN_USE = {"temperature": "learned", "sinks": "learned", "length_scale": 256, "width": "all"}
 NEW = Scheme(q="rms", k="rms", softcap=5.0, knee=2.0, sharpness=4)

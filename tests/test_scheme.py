@@ -5,13 +5,13 @@ import json
 import math
 
 import pytest
-from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_qknorm import SCHEMES, Scheme
 from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, field_values
+from qknorm_tests.covering import covering
 
 every_preset = pytest.mark.parametrize("name", SCHEMES)
 

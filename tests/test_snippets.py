@@ -21,13 +21,13 @@ from typing import Any, NoReturn
 import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
-from doc_examples import make_folder, names
-from pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
 from torch.distributed.run import get_args_parser
 
 import hf_qknorm_command
 from hf_qknorm import SCHEMES
 from hf_qknorm.ops.norms import NORMS
+from qknorm_tests.doc_examples import make_folder, names
+from qknorm_tests.pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
 
 LANGUAGES = ("python", "bash", "text", "yaml")
 ANYWHERE = ("axolotl", "lm_eval", "mypy", "ruff", "swift")  # commands whose arguments are not checked

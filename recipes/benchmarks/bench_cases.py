@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import test_helpers_path  # noqa: F401
 import torch
-from error_budget import Verdict, verdict
 from torch import Tensor
 
 from hf_qknorm.ops import reference
+from qknorm_tests.error_budget import Verdict, verdict
 
 EPS = 1e-6
 SOFTCAP = 50.0

@@ -23,7 +23,8 @@ import torch
 from bench_cases import Case, Inputs, draw, exactly, judge, oracle, results
 from bench_implementations import Implementation
 from bench_timing import reason
-from error_budget import Verdict
+
+from qknorm_tests.error_budget import Verdict
 
 MARK = "@verdict "
 SECONDS = 150  # for a job

@@ -22,10 +22,8 @@ from typing import Any, NamedTuple
 import test_helpers_path  # noqa: F401
 import torch
 import torch.nn.functional as F
-from error_budget import assert_within_budget
 from machine import Times, busy_seconds, by_turns, made
 from markdown_table import publish, table
-from random_qkv import make_qkv
 from run_log import provenance
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -35,6 +33,8 @@ import hf_qknorm as qk
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.random_qkv import make_qkv
 
 HEADS, CAP = 8, 50.0
 CPP, SDPA, EAGER, TILED = "C++, cap", "SDPA, no cap", "eager, cap", "tiled, cap"

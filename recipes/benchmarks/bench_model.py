@@ -19,7 +19,6 @@ import test_helpers_path  # noqa: F401
 import torch
 from bench_cases import judge
 from bench_timing import Clock, Run
-from error_budget import Verdict
 from machine import made
 from markdown_table import publish, table
 from run_log import provenance
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_qknorm as qk
+from qknorm_tests.error_budget import Verdict
 
 SCHEME = "qk_norm_cap"
 BACKEND = "hf_qknorm_triton" if torch.cuda.is_available() else "hf_qknorm"  # without a fallback on a GPU

@@ -30,11 +30,11 @@ from typing import Any
 import test_helpers_path  # noqa: F401
 import torch
 from markdown_table import table
-from tiny import tiny_model
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, unpatch_model
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.atomic_io import is_leftover
+from qknorm_tests.tiny import tiny_model
 
 OUTCOMES = ("nothing", "old", "new", "fault")
 OUT = "out"  # what writers write, in a folder of its own for each

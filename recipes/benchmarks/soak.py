@@ -32,13 +32,13 @@ import torch
 from machine import made
 from markdown_table import publish, table
 from run_log import provenance
-from tiny import tiny_model
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_qknorm import LogitMonitor, Scheme, patch_model, unpatch_model
+from qknorm_tests.tiny import tiny_model
 
 POINTS = 10
 DRIFT = 4 * 2**20  # bytes of memory over a whole phase: what the allocator's arenas move by

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from tables import LENGTH, MODEL_TYPES, PAIRS, applies, assert_near, make_batch, randomise, real, sharp_model
 from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
@@ -18,6 +16,18 @@ from hf_qknorm.attend import implementations
 from hf_qknorm.attend.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import (
+    LENGTH,
+    MODEL_TYPES,
+    PAIRS,
+    applies,
+    assert_near,
+    make_batch,
+    randomise,
+    real,
+    sharp_model,
+)
 
 CAPPED = {"cap": Scheme(softcap=2.0), "norm and cap": Scheme(q="auto", k="auto", softcap=2.0)}
 MODELS = covering(MODEL_TYPES, CAPPED, fits=lambda t, name: applies(t, CAPPED[name]), strength=1)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from growing_caches import LAYERS, WINDOW, append, assert_same, cache_of, states, tokens
-from tables import assert_near
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from hf_qknorm.attend.caches import ALIGNED, LEAST_ROOM, MOST_ROOM, SHARE, is_empty, room, update
+from qknorm_tests.growing_caches import LAYERS, WINDOW, append, assert_same, cache_of, states, tokens
+from qknorm_tests.tables import assert_near
 
 
 @pytest.mark.parametrize("count", [1, 3])

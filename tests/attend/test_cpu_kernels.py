@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from operator_calls import call
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_qknorm import doctor
@@ -24,6 +23,7 @@ from hf_qknorm.ops.cpu import attention, build, library_file
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check
 from hf_qknorm.ops.types import Call
+from qknorm_tests.operator_calls import call
 
 pytestmark = pytest.mark.usefixtures("compiled")
 LAYER = torch.nn.Module()

@@ -10,11 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from error_budget import error
-from random_qkv import make_qkv
-from slow import slow_but
-from tables import BATCHES, LENGTH, MODEL_TYPES, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -23,6 +18,21 @@ from hf_qknorm.attend.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.cpu import build
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import error
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import (
+    BATCHES,
+    LENGTH,
+    MODEL_TYPES,
+    applies,
+    assert_near,
+    make_batch,
+    randomise,
+    real,
+    sharp_model,
+)
 
 HERE = build.why_unavailable() is None and os.environ.get("HF_QKNORM_CPU") != "0"
 ABSENT = ("hf_qknorm_triton",) if HERE else ("hf_qknorm_triton", "hf_qknorm_cpu")

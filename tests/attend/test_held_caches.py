@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from growing_caches import LAYERS, append, assert_same, cache_of, states, tokens
 from torch import Tensor
 from transformers import DynamicCache
 
 from hf_qknorm.attend.caches import LEAST_ROOM, update
+from qknorm_tests.growing_caches import LAYERS, append, assert_same, cache_of, states, tokens
 
 HOLDERS: dict[str, Callable[[Tensor], Any]] = {
     "itself": lambda x: x,

@@ -8,9 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from operator_calls import call
-from slow import slow_but
-from tables import assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
@@ -21,6 +18,9 @@ from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import flex, library, operators
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Call, Norm
+from qknorm_tests.operator_calls import call
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 
 Q = torch.zeros(1, 2, 9, 16)
 
@@ -102,7 +102,7 @@ def test_the_implementation_is_logged_once_and_not_in_a_trace(distrusted, monkey
 
 def kernel_model() -> PreTrainedModel:
     pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-    import interpreter
+    from qknorm_tests import interpreter
 
     interpreter.install()
     return randomise(patch_model(sharp_model("llama", num_hidden_layers=1), SCHEMES["qk_norm_cap"]))

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from mask_cases import PADDING, config, create, transformers_own
-from tables import dense
 from transformers import masking_utils
 
 from hf_qknorm import Scheme
 from hf_qknorm.attend import mask_functions
 from hf_qknorm.attend.calls import is_ranges
 from hf_qknorm.patch import patched_config
+from qknorm_tests.mask_cases import PADDING, config, create, transformers_own
+from qknorm_tests.tables import dense
 
 
 def first_half(batch: Any, head: Any, query: Any, key: Any) -> Any:

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from mask_cases import (
+from torch import Tensor, nn
+from transformers import DynamicCache, StaticCache, masking_utils
+
+from hf_qknorm import patch_model
+from hf_qknorm.attend.calls import is_ranges, structure
+from hf_qknorm.attend.functions import REGISTERED
+from hf_qknorm.attend.masks import CHUNK, structured_mask
+from hf_qknorm.ops import reference
+from qknorm_tests.covering import covering
+from qknorm_tests.mask_cases import (
     CREATE,
     HOLES,
     PADDING,
@@ -20,16 +28,8 @@ from mask_cases import (
     transformers_own,
     visible_keys,
 )
-from memory import LargestStorage
-from tables import BATCHES, LENGTH, dense, make_batch, sharp_model
-from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache, masking_utils
-
-from hf_qknorm import patch_model
-from hf_qknorm.attend.calls import is_ranges, structure
-from hf_qknorm.attend.functions import REGISTERED
-from hf_qknorm.attend.masks import CHUNK, structured_mask
-from hf_qknorm.ops import reference
+from qknorm_tests.memory import LargestStorage
+from qknorm_tests.tables import BATCHES, LENGTH, dense, make_batch, sharp_model
 
 
 @pytest.mark.parametrize(("kind", "padding", "window"), covering(CREATE, PADDING, [1, 4, 9, 20]))

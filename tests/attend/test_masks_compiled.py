@@ -9,10 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from covering import covering
-from mask_cases import HOLES, PADDING, POSITIONS, config, create, even, transformers_own
-from random_qkv import make_qkv
-from tables import assert_near
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from transformers import masking_utils
@@ -20,6 +16,10 @@ from transformers import masking_utils
 from hf_qknorm.attend.calls import is_padded_ranges, structure
 from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.ops import reference
+from qknorm_tests.covering import covering
+from qknorm_tests.mask_cases import HOLES, PADDING, POSITIONS, config, create, even, transformers_own
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.tables import assert_near
 
 pytestmark = [
     pytest.mark.costly,

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from tables import assert_near, fingerprint, sharp_model
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from qknorm_tests.tables import assert_near, fingerprint, sharp_model
 
 
 def capped_layer() -> QKNormAttention:

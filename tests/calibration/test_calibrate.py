@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from hf_qknorm import Scheme, calibrate, patch_model, set_blend
@@ -12,6 +11,7 @@ from hf_qknorm.measure.text import default_length
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.ops.reference import head_norm
+from qknorm_tests.tiny import tiny_model
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -6,7 +6,6 @@ import json
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.demo.training import byte_tokenizer
@@ -14,6 +13,7 @@ from hf_qknorm.families import FAMILIES
 from hf_qknorm.measure.bounds import logit_bound
 from hf_qknorm.measure.predictions import evaluate
 from hf_qknorm.model.attention import as_unpatched, patched_layers
+from qknorm_tests.tiny import tiny_model
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:

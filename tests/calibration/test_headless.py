@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import tiny_config
 from transformers import AutoModel, AutoModelForSequenceClassification
-from vision_cases import made
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.knees import KNEES, OUTPUT_LIMIT
 from hf_qknorm.measure.predictions import output_error
 from hf_qknorm.model.attention import as_unpatched
+from qknorm_tests.tiny import tiny_config
+from qknorm_tests.vision_cases import made
 
 TYPES = ("bert", "roberta", "electra", "llama", "gpt2")
 

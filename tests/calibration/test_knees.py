@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from covering import covering
-from tiny import tiny_model
 
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.calibration import knees
@@ -21,6 +19,8 @@ from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.reports.records import Prediction
+from qknorm_tests.covering import covering
+from qknorm_tests.tiny import tiny_model
 
 ORDERS = {"rms": 2.0, "layer": 2.0, "l2": 2.0, "lp": 3.0}
 

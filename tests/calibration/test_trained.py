@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from seeds import fixed
-from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_qknorm import Scheme, calibrate, patch_model, set_blend
 from hf_qknorm.demo.training import byte_tokenizer, mean_loss, train
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
+from qknorm_tests.seeds import fixed
+from qknorm_tests.tiny import tiny_model
 
 QK = {"q": "auto", "k": "auto"}
 GAINS = {

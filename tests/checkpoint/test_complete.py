@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from folders import configure, edit, loaded, logits, save
 from safetensors.torch import load_file
-from slow import slow_but
-from tables import make_batch, sharp_model, swept
-from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_qknorm import Scheme, convert_checkpoint, patch_model, plan_conversion, push_to_hub
 from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.source import open_source
+from qknorm_tests.folders import configure, edit, loaded, logits, save
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import make_batch, sharp_model, swept
+from qknorm_tests.tiny import tiny_model
 
 FILE = "model.safetensors"
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"

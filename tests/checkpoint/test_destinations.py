@@ -9,9 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from covering import covering
-from folders import contents
-from tiny import tiny_model
 
 from hf_qknorm import (
     LogitMonitor,
@@ -27,6 +24,9 @@ from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card
+from qknorm_tests.covering import covering
+from qknorm_tests.folders import contents
+from qknorm_tests.tiny import tiny_model
 
 
 def save(folder: Path, *, patched: bool = False) -> Path:

@@ -7,9 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from folders import contents
 from test_destinations import demo, save
-from tiny import tiny_model
 from transformers import AutoTokenizer
 
 from hf_qknorm import LogitMonitor, cli, patch_model
@@ -17,6 +15,8 @@ from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
+from qknorm_tests.folders import contents
+from qknorm_tests.tiny import tiny_model
 
 
 @pytest.fixture

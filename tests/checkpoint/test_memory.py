@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from folders import contents, save
-from tables import sharp_model
-from tiny import tiny_model
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, convert_checkpoint
@@ -25,6 +22,9 @@ from hf_qknorm.convert import checkpoint
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.measure import measured_checkpoint
+from qknorm_tests.folders import contents, save
+from qknorm_tests.tables import sharp_model
+from qknorm_tests.tiny import tiny_model
 
 KNEE = Scheme(q="rms", k="rms", knee=4)
 BATCHES = [torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(9)]

@@ -6,10 +6,10 @@ import json
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from hf_qknorm.checkpoint.pretrained import load_causal, load_tokenizer
 from hf_qknorm.checkpoint.source import open_source
+from qknorm_tests.tiny import tiny_model
 
 
 def test_a_causal_model_keeps_its_weights_and_its_name(tmp_path):

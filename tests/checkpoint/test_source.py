@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from folders import configure, contents, loaded, logits, save
-from tables import as_loaded, sharp_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
+from qknorm_tests.folders import configure, contents, loaded, logits, save
+from qknorm_tests.tables import as_loaded, sharp_model
 
 MODELS = {"single": {}, "sharded": {"max_shard_size": "60KB"}}
 

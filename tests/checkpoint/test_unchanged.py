@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from folders import contents, save
-from tables import as_loaded, sharp_model
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model
 from hf_qknorm.checkpoint import safetensors_files
@@ -18,6 +16,8 @@ from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert import checkpoint
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub import push
+from qknorm_tests.folders import contents, save
+from qknorm_tests.tables import as_loaded, sharp_model
 
 WEIGHTS = "model.safetensors"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from folders import save
-from tables import sharp_model
 
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.folders import save
+from qknorm_tests.tables import sharp_model
 
 
 @pytest.fixture

@@ -8,10 +8,7 @@ import os
 import pytest
 import torch
 import transformers
-from folders import contents, loaded, logits, save
-from kneed import eps_of
 from safetensors.torch import load_file
-from tables import PAIRS, make_batch, sharp_model, trained_like
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, convert_checkpoint, patch_model, plan_conversion
@@ -19,6 +16,9 @@ from hf_qknorm.checkpoint import source
 from hf_qknorm.checkpoint.safetensors_files import INDEX
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.reports.report import Calibration
+from qknorm_tests.folders import contents, loaded, logits, save
+from qknorm_tests.kneed import eps_of
+from qknorm_tests.tables import PAIRS, make_batch, sharp_model, trained_like
 
 STREAMED = [(t, name) for t, name in PAIRS if SCHEMES[name].pre_norm or FAMILIES[t].norm == "rms"]
 CASES = [(t, name, bool(number % 2)) for number, (t, name) in enumerate(STREAMED)]

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from folders import contents, loaded, save
-from tables import trained_like
 
 from hf_qknorm import SCHEMES, convert_checkpoint, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX
 from hf_qknorm.convert import checkpoint
+from qknorm_tests.folders import contents, loaded, save
+from qknorm_tests.tables import trained_like
 
 
 def _truncate(path: Path) -> None:

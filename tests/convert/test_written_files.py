@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import Calibration, cli, convert_checkpoint, export_native, plan_conversion
@@ -15,6 +14,7 @@ from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT
 from hf_qknorm.hub.card import render_card
 from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.patch import patch_model
+from qknorm_tests.tiny import tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
 OURS = {"README.md": "---\nlicense: mit\nbase_model: owner/ancestor\n---\n# Theirs\n", KEPT_CARD: "older"}

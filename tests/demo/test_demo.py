@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import Calibration, cli
@@ -21,6 +20,7 @@ from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.progress import format_seconds
 from hf_qknorm.demo.results import Measured, Run, summary
 from hf_qknorm.scheme import SCHEMES
+from qknorm_tests.tiny import tiny_model
 
 FILES = ["loss.png", "model", "report.json"]
 DEMO = ["demo", "--data", "corpus.txt", "--base-steps", "2", "--steps", "4", "--out", "out"]

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from kneed import REMOVED, kneed, qwen3
-from tables import assert_near, error, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import Scheme, cli, export_native, patch_model, remove_norms, set_knee, start_removal
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.knees import NO_NORM
+from qknorm_tests.kneed import REMOVED, kneed, qwen3
+from qknorm_tests.tables import assert_near, error, make_batch, randomise, real, sharp_model
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
 RMS = Scheme(q="rms", k="rms")

@@ -11,10 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from kneed import as_older
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tables import MODEL_TYPES, as_loaded, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -22,6 +20,8 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, export_native, patch_model, unp
 from hf_qknorm.export.targets import TARGETS
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.kneed import as_older
+from qknorm_tests.tables import MODEL_TYPES, as_loaded, assert_near, make_batch, randomise, real, sharp_model
 
 TOLERANCE = 1e-5
 RMS = Scheme(q="rms", k="rms")

@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from folders import configure, edit
-from kneed import as_older
 from safetensors.torch import load_file
-from tables import sharp_model
 from test_native import CASES, EPS, LAYER, RMS, save_patched
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
 from hf_qknorm import Scheme, export_native, patch_model
 from hf_qknorm.export.targets import TARGETS
+from qknorm_tests.folders import configure, edit
+from qknorm_tests.kneed import as_older
+from qknorm_tests.tables import sharp_model
 
 SECOND = "model.layers.1"
 GAIN = f"{SECOND}.self_attn.q_norm.weight"

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tables import make_batch, randomise
-from tiny import TINY, tiny_config
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import AUTO_CLASSES
 from hf_qknorm.standalone.generate import standalone_code
+from qknorm_tests.tables import make_batch, randomise
+from qknorm_tests.tiny import TINY, tiny_config
 
 NORMED, CAPPED = Scheme(q="rms", k="rms", softcap=5.0), Scheme(softcap=5.0)
 PAIRS = [(auto, t) for auto, names in AUTO_CLASSES.items() for t in known_families() if t in names]

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tables import assert_identical, make_batch, sharp_model, step
-from tiny import TINY_BY_TYPE
 
 from hf_qknorm import FAMILIES, families, patch_model, unpatch_model
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.tables import assert_identical, make_batch, sharp_model, step
+from qknorm_tests.tiny import TINY_BY_TYPE
 
 PAGE = Path(families.__file__).with_name("README.md")
 

@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from default_configs import default_batch, default_config, default_model
-from tables import CHANGED, OLD_TRANSFORMERS, assert_near
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
@@ -24,6 +22,8 @@ from hf_qknorm.families.class_names import classes_of
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.config_checks import check_settings
 from hf_qknorm.model.derived import derived_config
+from qknorm_tests.default_configs import default_batch, default_config, default_model
+from qknorm_tests.tables import CHANGED, OLD_TRANSFORMERS, assert_near
 
 FEW = ("bert", "gemma2", "mistral", "qwen2_moe")
 # BigBird's default attention is refused

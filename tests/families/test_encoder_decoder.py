@@ -9,15 +9,24 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from error_budget import error
-from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step, use_backend
-from tiny import tiny_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, unpatch_model
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.error_budget import error
+from qknorm_tests.tables import (
+    assert_identical,
+    assert_near,
+    fingerprint,
+    make_batch,
+    randomise,
+    sharp_model,
+    step,
+    use_backend,
+)
+from qknorm_tests.tiny import tiny_config
 
 TOLERANCE = 1e-4
 FEW = ("bart", "t5", "whisper")

@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import error
-from tables import assert_near, make_batch, randomise, sharp_model
-from tiny import TINY
 from torch import Tensor, nn
 from transformers import PhiConfig, Qwen3Config, Qwen3ForCausalLM, StableLmConfig
 from transformers.models.gemma2 import modeling_gemma2
@@ -19,6 +16,9 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.error_budget import error
+from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import TINY
 
 EPS = 1e-6
 TOLERANCE = 3e-6  # some tens of fp32 roundings

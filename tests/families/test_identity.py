@@ -7,11 +7,21 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from tables import BATCHES, MODEL_TYPES, PAIRS, assert_identical, fingerprint, make_batch, randomise, sharp_model, step
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import (
+    BATCHES,
+    MODEL_TYPES,
+    PAIRS,
+    assert_identical,
+    fingerprint,
+    make_batch,
+    randomise,
+    sharp_model,
+    step,
+)
 
 ROTARY = {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25}
 

@@ -8,8 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from error_budget import error
-from tables import (
+from torch import Tensor
+from transformers import MoshiForConditionalGeneration, PreTrainedModel
+
+from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm.families.style import CACHE
+from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.error_budget import error
+from qknorm_tests.tables import (
     OLD_TRANSFORMERS,
     OWN_INPUTS,
     assert_identical,
@@ -20,13 +26,7 @@ from tables import (
     step,
     use_backend,
 )
-from tiny import tiny_config
-from torch import Tensor
-from transformers import MoshiForConditionalGeneration, PreTrainedModel
-
-from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
-from hf_qknorm.families.style import CACHE
-from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.tiny import tiny_config
 
 TOLERANCE = 1e-4
 BATCH, LENGTH, BOOKS = 2, 12, 2

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tables import assert_identical, fingerprint, make_batch, step
-from tiny import tiny_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm import FAMILIES, patch_model, unpatch_model
 from hf_qknorm.families import BY_TOWER, REFUSED, family_of
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.tables import assert_identical, fingerprint, make_batch, step
+from qknorm_tests.tiny import tiny_config
 
 # Types of which transformers itself makes no causal language model by their default config.
 UNMADE = frozenset({"gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "reformer"})

@@ -11,7 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from tables import (
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
+from hf_qknorm.families.style import CACHE
+from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.derived import derived_model
+from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.rotary import kernel_rotary
+from hf_qknorm.ops.types import Rotary
+from qknorm_tests.tables import (
     OLD_TRANSFORMERS,
     assert_identical,
     assert_near,
@@ -23,17 +33,7 @@ from tables import (
     step,
     swept,
 )
-from tiny import tiny_config
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
-
-from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
-from hf_qknorm.families.style import CACHE
-from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
-from hf_qknorm.model.derived import derived_model
-from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.model.rotary import kernel_rotary
-from hf_qknorm.ops.types import Rotary
+from qknorm_tests.tiny import tiny_config
 
 KINDS = ("plain", "left", "right")
 NEW = 8

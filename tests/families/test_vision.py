@@ -12,12 +12,8 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from error_budget import error
 from safetensors.torch import load_file, save_file
-from tables import assert_identical, assert_near, fingerprint, randomise
-from tiny import tiny_config
 from transformers import PreTrainedModel
-from vision_cases import CASES, IMAGES, MORE, auto_of, batches, made, out_of, seen, step, type_of
 
 from hf_qknorm import (
     FAMILIES,
@@ -32,6 +28,10 @@ from hf_qknorm import (
 )
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.derived import derived_model
+from qknorm_tests.error_budget import error
+from qknorm_tests.tables import assert_identical, assert_near, fingerprint, randomise
+from qknorm_tests.tiny import tiny_config
+from qknorm_tests.vision_cases import CASES, IMAGES, MORE, auto_of, batches, made, out_of, seen, step, type_of
 
 TOLERANCE = 1e-5
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")

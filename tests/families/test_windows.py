@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from tables import causal_families, sharp_model
-from tiny import tiny_config
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.families.family import nowhere
+from qknorm_tests.tables import causal_families, sharp_model
+from qknorm_tests.tiny import tiny_config
 
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
 LENGTH = 12

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from hf_qknorm import BlendSchedule, Scheme, calibrate, convert_checkpoint, patch_model, push_to_hub
 from hf_qknorm.checkpoint.memory import parse_size
 from hf_qknorm.files.formatting import MOST, shorten
+from qknorm_tests.tiny import tiny_model
 
 LONG = "x" * 20_000
 NESTED = {LONG + str(i): [[LONG] * 100] * 100 for i in range(100)}

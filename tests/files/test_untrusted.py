@@ -8,10 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from hostile import LAYER, REPORT, SIDE, nested, outcome, variants
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from tiny import tiny_model
 
 from hf_qknorm import FAMILIES, Calibration, Scheme, patch_model
 from hf_qknorm.checkpoint.config import read_config
@@ -21,6 +19,8 @@ from hf_qknorm.files.untrusted import DEPTH, is_shallow, read_json
 from hf_qknorm.hub.metadata import inherited_fields, is_generated_card
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.reports.records import LayerReport, Prediction
+from qknorm_tests.hostile import LAYER, REPORT, SIDE, nested, outcome, variants
+from qknorm_tests.tiny import tiny_model
 
 FUZZ = settings(
     max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

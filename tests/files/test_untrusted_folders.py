@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
@@ -19,6 +18,7 @@ from hf_qknorm.demo.run import Settings, run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.inspection.inspect import inspect_checkpoint
+from qknorm_tests.tiny import tiny_model
 
 
 @pytest.fixture

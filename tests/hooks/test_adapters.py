@@ -8,13 +8,13 @@ import logging
 import peft
 import pytest
 import torch
-from adapters import adapted, needs_add_adapter
-from children import child
-from slow import slow_but
-from tables import make_batch, randomise, sharp_model
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import patch_model
+from qknorm_tests.adapters import adapted, needs_add_adapter
+from qknorm_tests.children import child
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import make_batch, randomise, sharp_model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning"),  # peft uses the old name

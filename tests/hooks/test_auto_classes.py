@@ -10,8 +10,6 @@ import sys
 import pytest
 import torch
 import transformers
-from covering import covering
-from tables import MODEL_TYPES, make_batch, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, pipeline
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.tokenization_auto import MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS, TOKENIZER_MAPPING
@@ -20,6 +18,8 @@ from hf_qknorm import patch_model
 from hf_qknorm.families.class_names import AUTO_CLASSES
 from hf_qknorm.model import derived as derived_classes
 from hf_qknorm.model.derived import derived_config, derived_model
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
 
 CHECKPOINTS = ("llama-shakespeare", "gpt2-shakespeare")
 

@@ -10,13 +10,13 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import pytest
-from children import child
 from packaging.requirements import Requirement
-from pages import ROOT, text_of
 from transformers import AttentionInterface
 
 from hf_qknorm.hooks.install import after_import, wrap
 from hf_qknorm.hooks.table import HOOKS, install_hooks
+from qknorm_tests.children import child
+from qknorm_tests.pages import ROOT, text_of
 
 PAGE = text_of("hf_qknorm/hooks/README.md")
 ROWS = re.findall(r"^\| `([\w.]+)` \| (.+) \| (\S+) \| `(\w+)` in `([\w/.]+)` \|$", PAGE, re.MULTILINE)

@@ -11,8 +11,6 @@ from importlib import import_module
 import pytest
 import torch
 import yaml
-from tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
-from tiny import tiny_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import (
@@ -28,6 +26,8 @@ from transformers import (
 from hf_qknorm import SCHEMES, calibrate, patch_model, set_blend, unpatch_model
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.in_memory import InMemoryName
+from qknorm_tests.tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_config
 
 CHANGES = [(model_type, name) for model_type, name in [*PAIRS, *KNEES] if not TRIED[name].changes_nothing]
 

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from children import child
-from tables import assert_near
-from tiny import tiny_config
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -26,14 +23,18 @@ from transformers import (
 from hf_qknorm import Scheme, unpatch_model
 from hf_qknorm.families import FAMILIES, known_families
 from hf_qknorm.families.class_names import classes_of
+from qknorm_tests.children import child
+from qknorm_tests.tables import assert_near
+from qknorm_tests.tiny import tiny_config
 
 pytest.importorskip("liger_kernel")
 pytest.importorskip("triton")
 
 from liger_kernel.transformers import AutoLigerKernelForCausalLM, _apply_liger_kernel_to_instance
 from liger_kernel.transformers.model import output_classes
-from liger_kernels import TABLE, interpreted, replaced, without_traces
-from liger_models import (
+
+from qknorm_tests.liger_kernels import TABLE, interpreted, replaced, without_traces
+from qknorm_tests.liger_models import (
     DEVICE,
     TOLERANCE,
     assert_same_step,

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from children import child
 from safetensors.torch import load_file, save_file
-from tables import randomise, sharp_model
-from tiny import tiny_config
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -26,6 +23,9 @@ from transformers import (
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.standalone.notice import NOTICES
+from qknorm_tests.children import child
+from qknorm_tests.tables import randomise, sharp_model
+from qknorm_tests.tiny import tiny_config
 
 NORMED = Scheme(q="rms", k="rms", softcap=5.0)
 WAYS = {

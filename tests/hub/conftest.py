@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, hf_api
 from huggingface_hub.utils import close_session
-from server import Hub
 from transformers.utils import hub as transformers_hub
+
+from qknorm_tests.server import Hub
 
 
 @pytest.fixture

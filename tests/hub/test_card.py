@@ -9,9 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from card_cases import REPORT, checkpoint, edit, front
-from covering import covering
-from tiny import tiny_model
 from transformers import AutoModelForSequenceClassification
 
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, cli, patch_model, set_blend
@@ -19,6 +16,9 @@ from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import render_card, write_card
 from hf_qknorm.hub.card_plots import draw_report
+from qknorm_tests.card_cases import REPORT, checkpoint, edit, front
+from qknorm_tests.covering import covering
+from qknorm_tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize(

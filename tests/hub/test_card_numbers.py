@@ -7,11 +7,11 @@ import math
 import re
 
 import pytest
-from card_cases import REPORT, checkpoint, edit, front
 
 from hf_qknorm import Calibration, Scheme
 from hf_qknorm.hub.card import render_card
 from hf_qknorm.reports.records import Prediction
+from qknorm_tests.card_cases import REPORT, checkpoint, edit, front
 
 
 @pytest.mark.parametrize("method", ["moments", "measured"])

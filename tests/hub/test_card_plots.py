@@ -6,8 +6,6 @@ import math
 from pathlib import Path
 
 import pytest
-from card_cases import REPORT, checkpoint
-from covering import covering
 from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Calibration
@@ -15,6 +13,8 @@ from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.hub.card_plots import draw_report
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
+from qknorm_tests.card_cases import REPORT, checkpoint
+from qknorm_tests.covering import covering
 
 
 def test_a_drawing_that_fails_leaves_the_card(tmp_path, monkeypatch):

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from push_cases import SHARDS, checkpoint, contents, logits, patched
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_qknorm import Scheme, patch_model, push_to_hub, set_blend
@@ -17,6 +15,8 @@ from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.hub.card import PLACEHOLDER_NOTE, write_card
 from hf_qknorm.hub.upload_files import open_checkpoint
+from qknorm_tests.push_cases import SHARDS, checkpoint, contents, logits, patched
+from qknorm_tests.tiny import tiny_model
 
 CODE, WEIGHTS = "modeling_qknorm.py", "model.safetensors"
 LITTER = "optimizer.pt trainer_state.json training_args.bin pytorch_model.bin .env notes.txt events.out secret.json"

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from push_cases import checkpoint, logits
-from server import Fault, Hub
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import cli
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import REPORT
+from qknorm_tests.push_cases import checkpoint, logits
+from qknorm_tests.server import Fault, Hub
+from qknorm_tests.tiny import tiny_model
 
 PLOTS = ("qk_norm_loss.png", "qk_norm_logits.png")
 # Run by a user who has transformers, and not this package.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from push_cases import SHARDS, checkpoint, logits
-from server import Fault, Hub
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import push_to_hub
+from qknorm_tests.push_cases import SHARDS, checkpoint, logits
+from qknorm_tests.server import Fault, Hub
 
 UPLOAD = "PUT /lfs/"
 REQUESTS = [

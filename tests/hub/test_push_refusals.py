@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub import constants
-from push_cases import checkpoint
 from safetensors.torch import load_file, save_file
-from server import Hub
-from tiny import tiny_model
 
 from hf_qknorm import patch_model, push_to_hub
 from hf_qknorm.hub.push import check_push, check_target
+from qknorm_tests.push_cases import checkpoint
+from qknorm_tests.server import Hub
+from qknorm_tests.tiny import tiny_model
 
 WEIGHTS = "model.safetensors"
 

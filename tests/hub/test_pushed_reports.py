@@ -6,12 +6,12 @@ import json
 
 import pytest
 import torch
-from push_cases import checkpoint, patched
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import Calibration, calibrate, push_to_hub, set_cap
 from hf_qknorm.files.names import LOSS_PLOT, PLOTS, REPORT
 from hf_qknorm.hub.card import write_card
+from qknorm_tests.push_cases import checkpoint, patched
 
 BATCHES = [torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(3)]
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from tables import assert_near, make_batch, randomise, sharp_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from hf_qknorm import Scheme, add_standalone, patch_model, push_to_hub
 from hf_qknorm.model.attention import head_norms, patched_layers
+from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0, knee=4.0)
 WIDE = {"intermediate_size": 128}  # of whole blocks, as 4-bit weights need

@@ -6,11 +6,11 @@ import json
 import re
 
 import pytest
-from card_cases import checkpoint, edit, front
 
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import _template, render_card, write_card
 from hf_qknorm.hub.metadata import is_generated_card
+from qknorm_tests.card_cases import checkpoint, edit, front
 
 
 def test_fields_of_the_base_models_card_are_inherited(tmp_path):

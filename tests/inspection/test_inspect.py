@@ -9,8 +9,6 @@ import math
 
 import pytest
 import torch
-from tables import fingerprint, sharp_model
-from tiny import tiny_model
 
 from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
 from hf_qknorm.calibration.knees import LIMIT, MARGIN, SHARPNESS, with_margin
@@ -20,6 +18,8 @@ from hf_qknorm.inspection.plots import heat_map
 from hf_qknorm.measure.bounds import logit_bound
 from hf_qknorm.measure.predictions import evaluate, predictions
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.tables import fingerprint, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 CAP = Scheme(softcap=50.0)
 FAMILIES_TRIED = ("gemma2", "gpt2", "llama", "mixtral", "qwen3")

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from folders import configure, edit
-from tables import sharp_model
 
 from hf_qknorm import SCHEMES, Inspection, Scheme, patch_model
 from hf_qknorm.calibration.knees import KNEES
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.inspection.inspect import inspect_checkpoint
+from qknorm_tests.folders import configure, edit
+from qknorm_tests.tables import sharp_model
 
 
 @pytest.fixture

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from doc_examples import TEXT, make_folder, training_data
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Trainer, TrainingArguments
 
 import hf_qknorm as qk
 from hf_qknorm.integrations.axolotl import BASE, LOG, QKNormPlugin
+from qknorm_tests.doc_examples import TEXT, make_folder, training_data
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = "hf_qknorm.integrations.axolotl.QKNormPlugin"

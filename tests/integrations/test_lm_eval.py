@@ -6,16 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from children import child
-from tables import randomise
-from tiny import tiny_model
 
 from hf_qknorm import convert_checkpoint
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.children import child
+from qknorm_tests.tables import randomise
+from qknorm_tests.tiny import tiny_model
 
 pytest.importorskip("lm_eval")
 
-ALONE = Path(__file__).parents[1] / "helpers" / "lm_eval_alone.py"
+ALONE = Path(__file__).parents[1] / "qknorm_tests" / "lm_eval_alone.py"
 LETTERS = """\
 task: letters
 dataset_path: json

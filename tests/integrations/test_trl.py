@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from tiny_text import save_text_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_qknorm import LogitMonitor, QKClip, calibrate, patch_model, peft_modules_to_save
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.in_memory import InMemoryName
+from qknorm_tests.tiny_text import save_text_model
 
 trl = pytest.importorskip("trl", reason="needs TRL")
 datasets = pytest.importorskip("datasets", reason="needs datasets")

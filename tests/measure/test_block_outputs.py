@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tables import make_batch, real, sharp_model, swept
-from tiny import tiny_model
 from torch import Tensor
-from watched import hooks
 
 from hf_qknorm import LogitMonitor, logit_statistics, patch_model
+from qknorm_tests.tables import make_batch, real, sharp_model, swept
+from qknorm_tests.tiny import tiny_model
+from qknorm_tests.watched import hooks
 
 # the output projection of attention and that of the MLP, by hand
 MODULES = {

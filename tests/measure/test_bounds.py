@@ -6,10 +6,6 @@ import math
 
 import pytest
 import torch
-from covering import covering
-from slow import slow_but
-from tables import sharp_model
-from tiny import tiny_config, tiny_model
 from torch import Tensor
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
@@ -19,6 +15,10 @@ from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import as_unpatched, patched_layers, start_blend
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.covering import covering
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import sharp_model
+from qknorm_tests.tiny import tiny_config, tiny_model
 
 NORMS = {
     "rms": {},

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tables import causal_families, sharp_model
-from tiny import tiny_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, parameter_factors
+from qknorm_tests.tables import causal_families, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
 GROUPED = "codegen"  # its projection has the heads in groups

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from tables import causal_families, make_batch, sharp_model, swept
-from tiny import tiny_model
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.measure.head_weights import attention_head_weights, attention_layers, sizes
+from qknorm_tests.tables import causal_families, make_batch, sharp_model, swept
+from qknorm_tests.tiny import tiny_model
 
 # without a norm before attention: those of BERT's kind are behind the layer before
 NONE = {

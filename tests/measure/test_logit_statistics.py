@@ -6,13 +6,13 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from covering import covering
-from tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
-from tiny import tiny_model
 
 from hf_qknorm import Scheme, logit_statistics, patch_model
 from hf_qknorm.families import FAMILIES, separate
 from hf_qknorm.model.attention import as_unpatched, patched_layers
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from random_qkv import make_qkv
-from tables import assert_near
-from tiny import tiny_model
 
 from hf_qknorm import patch_model
 from hf_qknorm.attend.calls import Structure
 from hf_qknorm.measure.logits import measure, measure_by_kernels, visible_keys
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.tables import assert_near
+from qknorm_tests.tiny import tiny_model
 
 CALLS = {
     "causal": {"causal": True},

@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 from accelerate import cpu_offload
-from slow import slow_but
-from tables import fingerprint, make_batch, real, sharp_model
 from torch import nn
 
 from hf_qknorm import FAMILIES, LogitMonitor, calibrate, inspect_model, patch_model, unpatch_model
@@ -18,6 +16,8 @@ from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.training.logit_log import LogitSample
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import fingerprint, make_batch, real, sharp_model
 
 TOKENS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 BORN = [model_type for model_type in known_families() if FAMILIES[model_type].own_norms]

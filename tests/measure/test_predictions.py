@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tables import BATCHES, make_batch, randomise, real, sharp_model
 
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.measure.predictions import evaluate, predictions
 from hf_qknorm.model.attention import as_unpatched
+from qknorm_tests.tables import BATCHES, make_batch, randomise, real, sharp_model
 
 
 def batch_of(kind):

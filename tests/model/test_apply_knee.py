@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from tables import fingerprint, make_batch, randomise, sharp_model
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
+from qknorm_tests.tables import fingerprint, make_batch, randomise, sharp_model
 
 
 def patched(knee: float):  # type: ignore[no-untyped-def]

@@ -7,14 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from tables import KNEES, MODEL_TYPES, PAIRS, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor, nn
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.reference import attention, head_norm
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import (
+    KNEES,
+    MODEL_TYPES,
+    PAIRS,
+    TRIED,
+    applies,
+    assert_near,
+    make_batch,
+    randomise,
+    real,
+    sharp_model,
+)
 
 OTHERS = {
     "per head": Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, eps=1e-3, scale=0.3, softcap=3.0),

@@ -8,21 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from error_budget import assert_within_budget
-from slow import slow_but
-from tables import assert_near, make_batch, real, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, PreTrainedModel, StaticCache
 
-pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-from kernel_models import DEVICE
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import assert_near, make_batch, real, sharp_model
 
+pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.cpu import build
+from qknorm_tests.kernel_models import DEVICE
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 PIECES = (9, 1, 2)  # past the window of 8

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tables import fingerprint, make_batch, sharp_model
-from tiny import tiny_model
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
@@ -20,6 +18,8 @@ from hf_qknorm.model.causality import can_check_causality, is_causal
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.ops import reference
+from qknorm_tests.tables import fingerprint, make_batch, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 
 @pytest.fixture

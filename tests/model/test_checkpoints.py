@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from covering import covering
 from safetensors import safe_open
-from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
-from tiny import TINY, TINY_BY_TYPE
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -26,6 +23,9 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import TINY, TINY_BY_TYPE
 
 SAVED = {
     **{name: SCHEMES[name] for name in ("soft_cap", "qk_norm_cap", "qkv_norm", "henry", "lp")},

@@ -6,8 +6,6 @@ import shutil
 
 import pytest
 import torch
-from slow import slow_but
-from tables import MODEL_TYPES, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
@@ -15,6 +13,8 @@ from transformers import PreTrainedModel
 from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.knees import apply_knee, powers_of
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import MODEL_TYPES, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
 
 MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
 MODELS += [("llama", "none"), ("llama", "lp"), ("llama", "qkv_norm"), ("gpt2", "qkv_norm")]

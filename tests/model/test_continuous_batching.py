@@ -6,9 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from slow import slow_but
-from tables import applies, randomise, sharp_model
 from transformers import (
     ContinuousBatchingConfig,
     GenerationConfig,
@@ -21,6 +18,9 @@ from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.style import FROM_5_24
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.covering import covering
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import applies, randomise, sharp_model
 
 NEW = 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tables import randomise, sharp_model
-from tiny import TINY, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from hf_qknorm import SCHEMES, Scheme, convert_checkpoint, patch_model
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.model.derived import derived_config, derived_model
 from hf_qknorm.scheme import STORED
+from qknorm_tests.tables import randomise, sharp_model
+from qknorm_tests.tiny import TINY, tiny_config
 
 LP = Scheme(q="lp", k="lp", p=3.0, gain="scalar", scale=0.7, softcap=5.0, eps=1e-3)
 PLAIN = Scheme(q="rms", k="rms", softcap=5.0)  # of the checkpoint that is edited

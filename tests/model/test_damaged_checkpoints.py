@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
 from safetensors.torch import load_file, save_file
-from tables import MODEL_TYPES, applies, randomise, sharp_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -25,6 +23,8 @@ from transformers import (
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.training.blend import set_blend
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import MODEL_TYPES, applies, randomise, sharp_model
 
 NORMED = [t for t in MODEL_TYPES if not FAMILIES[t].own_norms]
 SCHEME = Scheme(q="rms", k="rms", gain="per_head", softcap=30.0)

@@ -7,8 +7,6 @@ from pathlib import Path
 import accelerate
 import pytest
 import torch
-from covering import covering
-from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -16,6 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 
 PRESETS = ("none", "soft_cap", "qk_norm_cap", "henry")
 MODELS = covering(MODEL_TYPES, PRESETS, fits=lambda t, name: applies(t, SCHEMES[name]), strength=1)

@@ -6,9 +6,6 @@ import copy
 
 import pytest
 import torch
-from covering import covering
-from tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, trained_like
-from tiny import TINY
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -16,6 +13,9 @@ from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.calibration.gains import rescale_folded_weights
 from hf_qknorm.model.attention import as_unpatched, patched_layers
 from hf_qknorm.model.fold import is_exact
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, trained_like
+from qknorm_tests.tiny import TINY
 
 FOLDED = Scheme(q="auto", k="auto", v="auto", pre_norm=False, eps=1e-12)
 KEPT = Scheme(q="auto", k="auto", v="auto", eps=1e-12)

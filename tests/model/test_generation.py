@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from error_budget import error
-from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
-from tiny import TINY_BY_TYPE
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_qknorm import SCHEMES, patch_model
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import error
+from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import TINY_BY_TYPE
 
 NEW = 12  # prompt and new tokens pass the window of 8
 SCHEMES_TESTED = {

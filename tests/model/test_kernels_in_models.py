@@ -4,16 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tables import BATCHES, KNEES, MODEL_TYPES, sharp_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache
 
-pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-from error_budget import error
-from kernel_models import DEVICE, OTHERS, assert_same, batch, counted, outputs, patched
-from random_qkv import make_qkv
-from slow import slow_but
+from qknorm_tests.tables import BATCHES, KNEES, MODEL_TYPES, sharp_model
 
+pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
@@ -22,6 +18,10 @@ from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.operators import FUSED_ATTENTION
 from hf_qknorm.training.blend import set_blend
+from qknorm_tests.error_budget import error
+from qknorm_tests.kernel_models import DEVICE, OTHERS, assert_same, batch, counted, outputs, patched
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.slow import slow_but
 
 CASES = [
     *((family, "qk_norm_cap" if not FAMILIES[family].own_norms else "soft_cap", "plain") for family in MODEL_TYPES),

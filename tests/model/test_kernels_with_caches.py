@@ -5,17 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from slow import slow_but
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
-pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-from kernel_models import DEVICE, assert_same, batch, counted, outputs, patched
-from tiny import tiny_config
+from qknorm_tests.slow import slow_but
 
+pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.operators import FUSED_ATTENTION, FUSED_STEP
+from qknorm_tests.kernel_models import DEVICE, assert_same, batch, counted, outputs, patched
+from qknorm_tests.tiny import tiny_config
 
 
 def saved(model, **options: Any) -> Counter[tuple[Any, ...]]:  # type: ignore[no-untyped-def]

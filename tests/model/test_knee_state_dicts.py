@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from kneed import SCHEMES, as_older, kneed, logits, plain
 from test_towers import made as made_tower
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -17,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from hf_qknorm import KneeSchedule, Scheme, patch_model, set_knee
 from hf_qknorm.model.knees import apply_knee, powers_of, record_loaded_knee
+from qknorm_tests.kneed import SCHEMES, as_older, kneed, logits, plain
 
 
 @pytest.mark.parametrize("case", SCHEMES)

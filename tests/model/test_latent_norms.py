@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from tables import CHANGED, OLD_TRANSFORMERS, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ from hf_qknorm.families import known_families
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.tensor_parallel import plan_norms
+from qknorm_tests.tables import CHANGED, OLD_TRANSFORMERS, assert_near, make_batch, randomise, sharp_model
 
 LATENT = [model_type for model_type in known_families() if FAMILIES[model_type].latent]
 NORMS = {"q_norm", "q_rope_norm", "k_norm", "k_rope_norm"}

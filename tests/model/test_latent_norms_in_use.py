@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from tables import assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -14,6 +13,7 @@ from hf_qknorm import LogitMonitor, QKClip, Scheme, calibrate, patch_model, set_
 from hf_qknorm.measure.bounds import largest_gains, logit_bounds
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import head_norms, patched_layers
+from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 
 RMS = Scheme(q="rms", k="rms")
 

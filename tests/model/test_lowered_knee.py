@@ -7,9 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from kneed import KNEE, SCHEMES, kneed, logits, norms, plain, without_gain, wrapped
-from tables import assert_near, fingerprint, make_batch
-from tiny import tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +17,9 @@ from hf_qknorm import KneeSchedule, export_native, set_knee
 from hf_qknorm.model import knees
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.training.knee import LEVELS
+from qknorm_tests.kneed import KNEE, SCHEMES, kneed, logits, norms, plain, without_gain, wrapped
+from qknorm_tests.tables import assert_near, fingerprint, make_batch
+from qknorm_tests.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 

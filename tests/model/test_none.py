@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from short_runs import StopAt, assert_equal_weights, trainer
-from tables import MODEL_TYPES, make_batch, sharp_model
-from tiny import TINY, tiny_config
 from transformers import AutoModelForCausalLM, CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from hf_qknorm import (
@@ -27,6 +24,9 @@ from hf_qknorm import (
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel, derived_config
 from hf_qknorm.model.plain_attention import PlainAttention
+from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
+from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
+from qknorm_tests.tiny import TINY, tiny_config
 
 
 def files(folder: Path) -> dict[str, bytes]:

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.nn.utils.parametrize
-from covering import covering
 
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, SCHEMES, Scheme
+from qknorm_tests.covering import covering
 
 HEADS, DIM = 3, 16
 SHAPES = {"shared": (DIM,), "per_head": (HEADS, DIM), "scalar": (1,), "none": None}

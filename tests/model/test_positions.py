@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from accelerate import dispatch_model
-from tables import LENGTH, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.models.bamba.modeling_bamba import BambaMixer
 
 from hf_qknorm import patch_model, unpatch_model
 from hf_qknorm.families.style import CACHE
+from qknorm_tests.tables import LENGTH, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 
 PROMPT = 8
 EXACT = 1e-13

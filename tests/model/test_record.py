@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters import needs_add_adapter
 from peft import LoraConfig, get_peft_model
-from tiny import tiny_model
 from transformers import AutoModel, AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_qknorm import Calibration, calibrate, patch_model, set_blend, set_knee, unpatch_model
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.record import ATTRIBUTE, is_changed, own_tensors, sample, sample_all
+from qknorm_tests.adapters import needs_add_adapter
+from qknorm_tests.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 BATCHES = [torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(3)]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tables import randomise, sharp_model
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedModel
 
@@ -19,6 +18,7 @@ from hf_qknorm import SCHEMES, Scheme, add_standalone, patch_model
 from hf_qknorm.attend.functions import SERVER_BACKENDS
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
+from qknorm_tests.tables import randomise, sharp_model
 
 CASES = {
     "llama normed and capped": ("llama", Scheme(q="rms", k="rms", softcap=5.0)),

@@ -10,9 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from kneed import as_older, eps_of
 from safetensors.torch import load_file, save_file
-from tables import make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -20,6 +18,8 @@ from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.scheme import STORED
+from qknorm_tests.kneed import as_older, eps_of
+from qknorm_tests.tables import make_batch, randomise, sharp_model
 
 KNEED = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, knee=4.0)
 LAYERS = {"model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "disk"}

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from kneed import as_older, eps_of
-from tables import randomise
 from test_stored_knees import HARMED, NAME, edit_config, edit_weights
 from test_towers import made as made_tower
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from hf_qknorm import Scheme, patch_model
+from qknorm_tests.kneed import as_older, eps_of
+from qknorm_tests.tables import randomise
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step
-from tiny import tiny_config
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, CLIPConfig, CLIPModel, PreTrainedModel
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.derived import QKNormModel
+from qknorm_tests.tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step
+from qknorm_tests.tiny import tiny_config
 
 # A multimodal type, the types of its text tower and of its vision tower, and where these are.
 CASES = {

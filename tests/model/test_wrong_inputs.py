@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from slow import slow_but
-from tables import sharp_model
 from transformers import PreTrainedModel
 
 from hf_qknorm import patch_model
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops.cpu import build
+from qknorm_tests.covering import covering
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import sharp_model
 
 BACKENDS = (
     *("eager", "sdpa", "hf_qknorm", "hf_qknorm_cpu", "hf_qknorm_tiled", "hf_qknorm_eager"),

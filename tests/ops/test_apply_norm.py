@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from covering import covering
 
 from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Norm
+from qknorm_tests.covering import covering
 
 HEADS = 3
 DTYPES = ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float64,) * 2, (torch.bfloat16, torch.float32))

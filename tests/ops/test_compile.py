@@ -7,12 +7,12 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from operator_calls import call
-from random_qkv import make_qkv
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_qknorm.ops import library
+from qknorm_tests.operator_calls import call
+from qknorm_tests.random_qkv import make_qkv
 
 pytestmark = [
     pytest.mark.costly,

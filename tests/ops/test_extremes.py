@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import covering
-from error_budget import assert_within_budget
-from operator_calls import call
-from random_qkv import make_qkv
-from tiled_cases import Case, Inputs, draw_inputs, oracle_results, tiled_results
 from torch import Tensor
 
 from hf_qknorm.ops import library, reference, tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.operator_calls import call
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.tiled_cases import Case, Inputs, draw_inputs, oracle_results, tiled_results
 
 CAPS = (None, 5.0, 50.0)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from error_budget import assert_within_budget
-from operator_calls import call
-from tiled_cases import Case, draw_inputs
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
 
 from hf_qknorm.ops import flex, reference
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.operator_calls import call
+from qknorm_tests.tiled_cases import Case, draw_inputs
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CASES = [

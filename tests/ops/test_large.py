@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-import interpreter
-from error_budget import assert_within_budget
-from operator_calls import call
-
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.types import Heads, Norm, Rotary
+from qknorm_tests import interpreter
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.operator_calls import call
 
 interpreter.install()
 NATIVE = torch.cuda.is_available()

@@ -5,9 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from operator_calls import call
-from random_qkv import make_qkv
-from tiled_cases import dropout_mask
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from hf_qknorm.ops import library, operators, reference
 from hf_qknorm.ops.registration import flatten
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
+from qknorm_tests.operator_calls import call
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.tiled_cases import dropout_mask
 
 F64 = torch.float64
 SINKS = torch.linspace(-1, 2, 4)

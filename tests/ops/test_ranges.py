@@ -4,14 +4,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_tables import RANGE_CASES, RANGES
-from covering import covering
-from error_budget import assert_within_budget
-from tables import dense
-from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.ops.types import Heads, Options
+from qknorm_tests.attention_tables import RANGE_CASES, RANGES
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.tables import dense
+from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
 
 @pytest.mark.parametrize("case", RANGE_CASES, ids=str)

@@ -5,11 +5,11 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import covering
 from torch import Tensor
 
 from hf_qknorm.ops.norms import SHARPNESSES
 from hf_qknorm.ops.reference import head_norm
+from qknorm_tests.covering import covering
 
 HEADS, DIM = 3, 12
 NO_EPS = 1e-60  # too small to be seen, even in fp64

@@ -6,14 +6,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from covering import covering
-from random_qkv import make_qkv
 from torch import Tensor
 from transformers.masking_utils import sliding_window_bidirectional_mask_function, sliding_window_causal_mask_function
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as gemma2_attention
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from hf_qknorm.ops.reference import attention, visible
+from qknorm_tests.covering import covering
+from qknorm_tests.random_qkv import make_qkv
 
 F64 = torch.float64
 

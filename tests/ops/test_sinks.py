@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiled_cases import Case, draw_inputs, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled
+from qknorm_tests.tiled_cases import Case, draw_inputs, oracle_results, tiled_results
 
 CASES = [
     Case(queries=80, causal=True, window=9, sinks=True),

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
 from hf_qknorm.ops import library, team, tiled_blocks
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
 SIZES = ((1, 6, 3), (3, 6, 3), (3, 2, 1))
 CASES = [

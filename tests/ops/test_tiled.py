@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from attention_tables import LENGTH_CASES, OPTION_CASES, SHAPE_CASES
-from covering import covering
-from tiled_cases import Case, draw_inputs, drawn_dropout, dropout_mask, oracle_results, tiled_results
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.attention_tables import LENGTH_CASES, OPTION_CASES, SHAPE_CASES
+from qknorm_tests.covering import covering
+from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, dropout_mask, oracle_results, tiled_results
 
 F64 = torch.float64
 SPLIT_CASES = [

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
-from covering import covering
-from memory import LargestStorage
-from random_qkv import make_qkv
-from tiled_cases import Case, draw_inputs, draw_ranges, dropout_mask, tiled_results
 from torch import Tensor
 
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.covering import covering
+from qknorm_tests.memory import LargestStorage
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.tiled_cases import Case, draw_inputs, draw_ranges, dropout_mask, tiled_results
 
 
 def largest_of_forward_and_backward(

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from covering import covering
-from error_budget import assert_within_budget
-from tiled_cases import Case, draw_inputs, drawn_dropout, oracle_terms, tiled_results
 
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, oracle_terms, tiled_results
 
 CAPS = (None, 5.0, 50.0, 70.0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from operator_calls import call
-from random_qkv import make_qkv
 from torch import Tensor
 
 from hf_qknorm.ops import library
+from qknorm_tests.operator_calls import call
+from qknorm_tests.random_qkv import make_qkv
 
 
 def test_a_second_derivative_is_refused() -> None:

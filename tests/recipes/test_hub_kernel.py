@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import hub_kernel
 import pytest
 import torch
-from children import child
-from hub_kernel_run import NAME, load
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model
 from torch import Tensor, nn
 
 import hf_qknorm as qk
 from hf_qknorm.ops import reference
+from qknorm_tests.children import child
+from qknorm_tests.hub_kernel_run import NAME, load
+from qknorm_tests.tiny import tiny_model
 
-RUN = Path(__file__).parents[1] / "helpers" / "hub_kernel_run.py"
+RUN = Path(__file__).parents[1] / "qknorm_tests" / "hub_kernel_run.py"
 CAP = 2.0  # small, so that it changes the logits of tiny models
 SETTINGS = {"initializer_range": 0.3}
 # Model types with what is special in their attention.

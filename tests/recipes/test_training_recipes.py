@@ -11,11 +11,11 @@ import pretrain
 import pytest
 import scratch
 import torch
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.tiny import tiny_model
 
 SMALL = ["--length", "32", "--max_steps", "4", "--every", "2", "--use_cpu", "true", "--disable_tqdm", "true"]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import tiny_model
 
 import hf_qknorm as qk
 from hf_qknorm.convert.plan import Plan
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.reports.tables import Points, Table, page_html, page_text
 from hf_qknorm.scheme import SCHEMES
+from qknorm_tests.tiny import tiny_model
 
 EVIL = '<script>alert("1 & 2")</script>'
 TAGS = {"div", "p", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "strong"}

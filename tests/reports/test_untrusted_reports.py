@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from hostile import REPORT, variants
-from slow import slow_but
-from tiny import tiny_model
 
 from hf_qknorm import Calibration, calibrate, patch_model
 from hf_qknorm.files.names import REPORT as FILE
 from hf_qknorm.files.untrusted import is_shallow
 from hf_qknorm.hub.card import render_card
 from hf_qknorm.model.record import drop_record, load_record, own_tensors, record_of, sample_all, write_record
+from qknorm_tests.hostile import REPORT, variants
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tiny import tiny_model
 
 
 @pytest.fixture(scope="module")

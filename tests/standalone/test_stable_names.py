@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from tables import sharp_model
 
 from hf_qknorm import patch_model, standalone
 from hf_qknorm.measure.bounds import logit_bounds
 from hf_qknorm.model import attention, derived
 from hf_qknorm.standalone.generate import auto_map, standalone_code
 from hf_qknorm.standalone.runtime import DERIVED
+from qknorm_tests.tables import sharp_model
 
 README = Path(standalone.__file__).with_name("README.md")
 

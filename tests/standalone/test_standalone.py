@@ -9,10 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import WITHOUT_PACKAGE, child
-from kneed import as_older
 from safetensors.torch import load_file, save_file
-from tables import MODEL_TYPES, as_loaded, make_batch, randomise, sharp_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
@@ -21,6 +18,9 @@ from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.standalone.generate import standalone_code
 from hf_qknorm.training.blend import set_blend
+from qknorm_tests.children import WITHOUT_PACKAGE, child
+from qknorm_tests.kneed import as_older
+from qknorm_tests.tables import MODEL_TYPES, as_loaded, make_batch, randomise, sharp_model
 
 BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)
 CASES = {

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from children import WITHOUT_PACKAGE, child
 from safetensors.torch import load_file, save_file
-from tables import assert_near, causal_families, make_batch, randomise, real, sharp_model
-from tiny import tiny_config
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, Scheme, add_standalone, patch_model
+from qknorm_tests.children import WITHOUT_PACKAGE, child
+from qknorm_tests.tables import assert_near, causal_families, make_batch, randomise, real, sharp_model
+from qknorm_tests.tiny import tiny_config
 
 NORMED, CAPPED = Scheme(q="rms", k="rms", softcap=5.0), Scheme(softcap=5.0)
 FEW = ("deepseek_v3", "gpt_oss")

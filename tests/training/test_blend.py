@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tables import PAIRS, blend_of, fingerprint, make_batch, randomise, sharp_model
-from tiny import tiny_model
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_qknorm import SCHEMES, BlendSchedule, CapSchedule, Scheme, patch_model, set_blend, set_cap, unpatch_model
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.tables import PAIRS, blend_of, fingerprint, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 BLENDED = [(model_type, name) for model_type, name in PAIRS if SCHEMES[name].pre_norm]
 SCALED = Scheme(q="l2", k="rms", v="rms", gain="none", scale=2.0, softcap=30.0)

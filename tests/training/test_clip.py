@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from clip_by_hand import Recorder, clip_by_hand, dense_maxima
-from head_rows import ROWS
-from tables import fingerprint, make_batch, sharp_model
-from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 
@@ -19,6 +15,10 @@ from hf_qknorm import QKClip, Scheme, logit_statistics, patch_model
 from hf_qknorm.attend.calls import Structure
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.training.clip import largest_logits
+from qknorm_tests.clip_by_hand import Recorder, clip_by_hand, dense_maxima
+from qknorm_tests.head_rows import ROWS
+from qknorm_tests.tables import fingerprint, make_batch, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 BATCHES = ("plain", "left", "right")
 

@@ -11,7 +11,17 @@ import pytest
 import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
-from distributed_run import (
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForCausalLM, Trainer
+
+from hf_qknorm import Calibration, calibrate, patch_model
+from hf_qknorm.files.names import REPORT, SINGLE
+from hf_qknorm.model.knees import apply_knee, powers_of
+from hf_qknorm.model.record import is_changed
+from qknorm_tests.distributed_run import (
     CALIBRATIONS,
     CASES,
     KILLED,
@@ -25,21 +35,11 @@ from distributed_run import (
     gradients,
     made,
 )
-from kneed import eps_of
-from pair import run_in_turn
-from safetensors.torch import load_file
-from short_runs import assert_equal_weights
-from slow import slow_but
-from tables import make_batch, sharp_model
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, Trainer
-
-from hf_qknorm import Calibration, calibrate, patch_model
-from hf_qknorm.files.names import REPORT, SINGLE
-from hf_qknorm.model.knees import apply_knee, powers_of
-from hf_qknorm.model.record import is_changed
+from qknorm_tests.kneed import eps_of
+from qknorm_tests.pair import run_in_turn
+from qknorm_tests.short_runs import assert_equal_weights
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import make_batch, sharp_model
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
 FEW = ("shared",)  # without `-m slow`

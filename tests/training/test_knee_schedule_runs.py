@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from kneed import KNEE, kneed, logits, plain, without_gain, wrapped
-from short_runs import StopAt, assert_equal_weights, trainer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 from hf_qknorm import KneeSchedule
 from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
+from qknorm_tests.kneed import KNEE, kneed, logits, plain, without_gain, wrapped
+from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 

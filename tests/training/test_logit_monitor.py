@@ -7,14 +7,14 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from tables import BATCHES, assert_identical, fingerprint, make_batch, randomise, sharp_model
-from tiny import tiny_model
-from watched import gradients_by_hand, hooks
 
 from hf_qknorm import LogitMonitor, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
 from hf_qknorm.training.logit_log import LogitSample, read_log
+from qknorm_tests.tables import BATCHES, assert_identical, fingerprint, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_model
+from qknorm_tests.watched import gradients_by_hand, hooks
 
 FAMILIES = ["llama", "gpt2", "gpt_neox", "phi3", "mistral", "qwen3"]  # GQA, fused weights, windows, own norms
 

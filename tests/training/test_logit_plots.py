@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import covering
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from hf_qknorm.reports.records import LayerStatistics
 from hf_qknorm.training.logit_log import LogitSample
 from hf_qknorm.training.logit_plots import DRAWN, WORST, draw_log
+from qknorm_tests.covering import covering
 
 
 def samples(count, layers, heads, size=10.0):

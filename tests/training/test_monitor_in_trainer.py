@@ -7,13 +7,13 @@ import logging
 
 import pytest
 import torch
-from tables import make_batch, sharp_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from watched import gradients_by_hand, hooks
 
 from hf_qknorm import LogitMonitor, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.training.logit_log import read_log
+from qknorm_tests.tables import make_batch, sharp_model
+from qknorm_tests.watched import gradients_by_hand, hooks
 
 
 class Looker(TrainerCallback):

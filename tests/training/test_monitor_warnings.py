@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from tables import make_batch, sharp_model
-
 from hf_qknorm import LogitMonitor, patch_model
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.tables import make_batch, sharp_model
 
 
 def test_warns_once_until_the_head_recovers(caplog):

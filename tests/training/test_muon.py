@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from muon_by_hand import MATRICES, ByHand
-from tables import make_batch, sharp_model, swept
-from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_qknorm import FAMILIES, MuonClip, QKClip, patch_model
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.muon_by_hand import MATRICES, ByHand
+from qknorm_tests.tables import make_batch, sharp_model, swept
+from qknorm_tests.tiny import tiny_model
 
 RATE, DECAY = 0.02, 0.1
 UNORDERED = ("axk2", "codegen")  # the outputs of a fused projection are in an order of their own: they are refused

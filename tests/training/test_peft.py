@@ -7,15 +7,15 @@ from typing import Any
 import peft
 import pytest
 import torch
-from adapters import adapted, needs_add_adapter, set_adapters
-from covering import covering
-from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
+from qknorm_tests.adapters import adapted, needs_add_adapter, set_adapters
+from qknorm_tests.covering import covering
+from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 
 PRESETS = ("qk_norm_cap", "qkv_norm", "soft_cap")
 MODELS = covering(MODEL_TYPES, PRESETS, fits=lambda t, name: applies(t, SCHEMES[name]), strength=1)

@@ -9,8 +9,6 @@ import peft
 import pytest
 import torch
 from peft.utils import constants
-from tables import assert_near, blend_of, make_batch, randomise, sharp_model
-from tiny import tiny_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -20,6 +18,8 @@ from hf_qknorm.families import known_families
 from hf_qknorm.model.attention import as_unpatched, head_norms, norm_copies, patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.tables import assert_near, blend_of, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 TABLES = [name for name in vars(constants) if name.startswith("TRANSFORMERS_MODELS_TO_")]
 NAMES = {"qk_norm": ["k_norm", "q_norm"], "qkv_norm": ["k_norm", "q_norm", "v_norm"], "henry": ["q_norm"]}

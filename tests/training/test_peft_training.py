@@ -11,13 +11,13 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from short_runs import StopAt, trainer
-from tables import assert_near, make_batch, sharp_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.derived import QKNormModel
+from qknorm_tests.short_runs import StopAt, trainer
+from qknorm_tests.tables import assert_near, make_batch, sharp_model
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
 WIDE = {"intermediate_size": 128}  # a multiple of the blocks of 4-bit weights

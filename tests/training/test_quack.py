@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from head_rows import ROWS, attention_layers, input_norms, input_size_by_hand, outputs_first, size_by_hand
-from optimised import OPTIMISERS, STEPS, assert_same, made, train
-from tables import sharp_model
-from tiny import tiny_model
 from torch import nn
 
 from hf_qknorm import QuacK
+from qknorm_tests.head_rows import ROWS, attention_layers, input_norms, input_size_by_hand, outputs_first, size_by_hand
+from qknorm_tests.optimised import OPTIMISERS, STEPS, assert_same, made, train
+from qknorm_tests.tables import sharp_model
+from qknorm_tests.tiny import tiny_model
 
 CASES = [*((model_type, "adamw") for model_type in ROWS), *(("gpt2", kind) for kind in OPTIMISERS if kind != "adamw")]
 Norms = dict[str, list[float]]

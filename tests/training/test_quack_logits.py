@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from head_rows import ROWS, attention_layers, input_norms, outputs_first
-from tiny import tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, QuacK, patch_model
+from qknorm_tests.head_rows import ROWS, attention_layers, input_norms, outputs_first
+from qknorm_tests.tiny import tiny_model
 
 STEP = 1e-4  # so small that a change is linear in it
 GROWN = (1.0, 100.0)

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from optimised import OPTIMISERS, assert_same, train
 from peft import LoraConfig, get_peft_model
-from tables import make_batch, sharp_model
-from tiny import tiny_model
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 from hf_qknorm import QuacK, patch_model
+from qknorm_tests.optimised import OPTIMISERS, assert_same, train
+from qknorm_tests.tables import make_batch, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

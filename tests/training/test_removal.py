@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from kneed import REMOVED, kneed, logits, plain, qwen3
-from short_runs import StopAt, trainer
-from tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model, remove_norms, set_knee, start_removal
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
 from hf_qknorm.training.removal import START, _as_llama
+from qknorm_tests.kneed import REMOVED, kneed, logits, plain, qwen3
+from qknorm_tests.short_runs import StopAt, trainer
+from qknorm_tests.tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
 

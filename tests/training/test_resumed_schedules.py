@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kneed import kneed, wrapped
-from schedule_runs import CASES, LONGER, Record, Runs, SaveAt, monotonic, near
-from short_runs import StopAt
-from tiny import tiny_model
 from transformers import TrainerCallback
 
 from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, patch_model, set_blend, set_cap, set_knee
 from hf_qknorm.model.knees import knee_of
 from hf_qknorm.training import schedule
+from qknorm_tests.kneed import kneed, wrapped
+from qknorm_tests.schedule_runs import CASES, LONGER, Record, Runs, SaveAt, monotonic, near
+from qknorm_tests.short_runs import StopAt
+from qknorm_tests.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 

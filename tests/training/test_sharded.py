@@ -7,12 +7,26 @@ from typing import Any
 
 import pytest
 import torch
-from pair import of_task, run_once, run_pairs
 from safetensors.torch import load_file
-from sharded_run import KNEES, MODELS, MUON, RUNS, STEPS, WAYS, kneed, lower, made, muon, rules, train, with_muon
 
 from hf_qknorm.measure.head_weights import sizes
 from hf_qknorm.training.quack import learning_rates
+from qknorm_tests.pair import of_task, run_once, run_pairs
+from qknorm_tests.sharded_run import (
+    KNEES,
+    MODELS,
+    MUON,
+    RUNS,
+    STEPS,
+    WAYS,
+    kneed,
+    lower,
+    made,
+    muon,
+    rules,
+    train,
+    with_muon,
+)
 
 pytestmark = pytest.mark.slow
 

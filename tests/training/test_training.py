@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from covering import covering
-from short_runs import StopAt, assert_equal_weights, counting, losses, trainer
-from slow import slow_but
-from tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
-from tiny import tiny_model
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
+from qknorm_tests.covering import covering
+from qknorm_tests.short_runs import StopAt, assert_equal_weights, counting, losses, trainer
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 TRAINED = [("llama", name) for name in SCHEMES if name != "none"] + [("gpt2", "qkv_norm")]
 FEW = [("llama", "qk_norm_cap"), ("llama", "qkv_norm"), ("llama", "henry")]

@@ -63,7 +63,6 @@ def build(root: Path) -> None:
     """Write every base, in every layout, under `root`."""
     import test_helpers_path  # noqa: F401
     import torch
-    from tiny import tiny_model
     from transformers import AutoModel
     from transformers.utils import logging
 
@@ -71,6 +70,7 @@ def build(root: Path) -> None:
     from hf_qknorm.demo.training import byte_tokenizer
     from hf_qknorm.model.norms import HeadNorm
     from hf_qknorm.training.blend import set_blend
+    from qknorm_tests.tiny import tiny_model
 
     logging.disable_progress_bar()
     tokenizer = byte_tokenizer()

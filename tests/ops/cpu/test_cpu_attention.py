@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
-from cpu_cases import cpu_dropout, cpu_results, linear_memory_terms
-from error_budget import assert_within_budget, verdict
-from tiled_cases import Case, draw_inputs, oracle_terms
 
 from hf_qknorm.ops.cpu import kernels
+from qknorm_tests.attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
+from qknorm_tests.cpu_cases import cpu_dropout, cpu_results, linear_memory_terms
+from qknorm_tests.error_budget import assert_within_budget, verdict
+from qknorm_tests.tiled_cases import Case, draw_inputs, oracle_terms
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 CASES = [case for case in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if case.mask is None]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from covering import covering
-from error_budget import assert_within_budget
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -17,6 +15,8 @@ from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import norm_rope
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Norm, Rotary
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import assert_within_budget
 
 HEADS = 3
 GAINS = {"shared": (40,), "per_head": (HEADS, 40), "scalar": (1,), "none": None}

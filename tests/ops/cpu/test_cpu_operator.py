@@ -7,12 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cpu_cases import cpu_dropout, cpu_results
-from error_budget import assert_within_budget
-from memory import LargestStorage
-from operator_calls import call
-from random_qkv import make_qkv
-from tiled_cases import Case, draw_inputs, oracle_results
 from torch import Tensor
 from torch.library import opcheck
 
@@ -21,6 +15,12 @@ from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.cpu import kernels
 from hf_qknorm.ops.registration import flatten
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
+from qknorm_tests.cpu_cases import cpu_dropout, cpu_results
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.memory import LargestStorage
+from qknorm_tests.operator_calls import call
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.tiled_cases import Case, draw_inputs, oracle_results
 
 SINKS = torch.linspace(-1, 2, 4)
 RANGES = torch.tensor([[(max(t - 3 * b, 0), t + b) for t in range(9)] for b in range(2)], dtype=torch.int32)

@@ -7,10 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
-from error_budget import assert_within_budget
-from random_qkv import make_qkv
-from tiled_cases import Case, draw_inputs
 
 from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.attend.calls import Structure
@@ -18,6 +14,10 @@ from hf_qknorm.measure import logits
 from hf_qknorm.ops import reference, tiled
 from hf_qknorm.ops.cpu import attention
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.tiled_cases import Case, draw_inputs
 
 CASES = [x for x in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if x.mask is None and not x.dropout]
 

@@ -25,7 +25,7 @@ except ImportError:
     def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module:
         return Skipped.from_parent(parent, path=module_path)
 else:
-    import interpreter
+    from qknorm_tests import interpreter
 
     interpreter.install()
 

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from error_budget import assert_within_budget
-from random_qkv import make_qkv
 from torch import Tensor
 
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention_decode
 from hf_qknorm.ops.triton.launch import LOG2E
 from hf_qknorm.ops.types import Options, Visible
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.random_qkv import make_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, BRAIN = torch.float16, torch.bfloat16

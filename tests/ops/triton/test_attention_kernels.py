@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from error_budget import assert_within_budget
-from kernel_cases import DEVICE, lay_out, plain_problem, shrink_tiles
-from tiled_cases import Case
 
 from hf_qknorm.ops.triton import attention
 from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.types import Heads
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.kernel_cases import DEVICE, lay_out, plain_problem, shrink_tiles
+from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 ONE = {"batch": 1, "heads": 2, "heads_kv": 1}

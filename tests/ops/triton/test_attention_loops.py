@@ -10,16 +10,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from covering import covering
-from error_budget import assert_within_budget
-from kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain_problem, raw_problem, shrink_tiles
-from tiled_cases import Case
 
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention, score_math
 from hf_qknorm.ops.triton.attention_backward import key_gradient_kernel, query_gradient_kernel
 from hf_qknorm.ops.triton.attention_forward import forward_kernel
 from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, launch
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain_problem, raw_problem, shrink_tiles
+from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 CAPS = (None, 5.0, 50.0, 64.0, 70.0)

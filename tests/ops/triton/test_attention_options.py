@@ -8,15 +8,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from error_budget import assert_within_budget
-from kernel_cases import DEVICE, Problem, Raw, plain_problem, raw_problem, shrink_tiles
-from tiled_cases import Case
 from torch import Tensor
 
 from hf_qknorm.ops.triton import attention, score_math
 from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.triton.launch import dropout_numbers, launch
 from hf_qknorm.ops.types import Heads, Visible
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.kernel_cases import DEVICE, Problem, Raw, plain_problem, raw_problem, shrink_tiles
+from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import Raw, raw_problem, shrink_tiles
-from norm_cases import DOMINANT
-from tiled_cases import Case
+
+from qknorm_tests.kernel_cases import Raw, raw_problem, shrink_tiles
+from qknorm_tests.norm_cases import DOMINANT
+from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 EACH = ("per_head", "per_head")

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from random_qkv import make_qkv
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +15,7 @@ from hf_qknorm.ops.registration import flatten_norms
 from hf_qknorm.ops.triton import plans
 from hf_qknorm.ops.triton.launch import Launch, recorded
 from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
+from qknorm_tests.random_qkv import make_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROOM, FILLED = 600, 520

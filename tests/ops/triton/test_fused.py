@@ -7,9 +7,6 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from error_budget import error
-from operator_calls import call
-from slow import slow_but
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
@@ -17,6 +14,9 @@ from torch.library import opcheck
 from hf_qknorm.ops import library, operators
 from hf_qknorm.ops.registration import flatten, flatten_norms
 from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
+from qknorm_tests.error_budget import error
+from qknorm_tests.operator_calls import call
+from qknorm_tests.slow import slow_but
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, HK, T, D = 2, 4, 2, 9, 16

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from operator_calls import call
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -16,6 +15,7 @@ from hf_qknorm.ops.registration import flatten, flatten_norms
 from hf_qknorm.ops.triton import norm_rope
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from qknorm_tests.operator_calls import call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, HK, T, S, D = 2, 4, 2, 3, 8, 16

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
-from tiled_cases import Case
 
 from hf_qknorm.ops.triton import attention, gluon
 from hf_qknorm.ops.triton.launch import LoopVariant, launch
+from qknorm_tests.kernel_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
+from qknorm_tests.tiled_cases import Case
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 ELSEWHERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9
@@ -160,7 +160,7 @@ def test_the_plain_kernel_serves_other_calls(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_machine_code() -> None:
     """It has 4D loads by the copy engine, products of warpgroups, and registers moved from the loading warp."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[2] / "helpers" / "gluon_code.py"
+    script = Path(__file__).parents[2] / "qknorm_tests" / "gluon_code.py"
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     run = subprocess.run([sys.executable, script, "64", "128"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -6,15 +6,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from covering import covering
-from kernel_cases import Raw, plain_problem, raw_problem, shrink_tiles, use_pointers
-from norm_cases import DEVICE, lay_out
-from tiled_cases import Case
 
 from hf_qknorm.ops.triton import launch
 from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER, Tile
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
 from hf_qknorm.ops.triton.head_tiles import _addresses, both_parts, load_tile, store_tile
+from qknorm_tests.covering import covering
+from qknorm_tests.kernel_cases import Raw, plain_problem, raw_problem, shrink_tiles, use_pointers
+from qknorm_tests.norm_cases import DEVICE, lay_out
+from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 ONE = {"batch": 1, "heads": 2, "heads_kv": 1}

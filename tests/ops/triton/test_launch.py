@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 import triton
-from norm_cases import DEVICE, lay_out
 
 from hf_qknorm.ops.triton import launch
 from hf_qknorm.ops.triton.architectures import AMPERE, ARCHITECTURES, HOPPER, Tile
@@ -27,6 +26,7 @@ from hf_qknorm.ops.triton.launch import (
     split,
     tiles,
 )
+from qknorm_tests.norm_cases import DEVICE, lay_out
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 APPROX = "exact" if INTERPRETED else "approx"

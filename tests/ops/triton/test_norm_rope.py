@@ -6,8 +6,6 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from error_budget import assert_within_budget
-from norm_cases import BRAIN, CASES, DEVICE, KNEES, Case, draw, expected, gradients_like, lay_out
 
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.triton import norm_rope
@@ -15,6 +13,8 @@ from hf_qknorm.ops.triton.arguments import HeadArguments
 from hf_qknorm.ops.triton.launch import launch
 from hf_qknorm.ops.triton.norm_rope_kernel import _entries
 from hf_qknorm.ops.types import Norm
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.norm_cases import BRAIN, CASES, DEVICE, KNEES, Case, draw, expected, gradients_like, lay_out
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

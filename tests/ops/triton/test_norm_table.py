@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from norm_cases import BRAIN, Case
 from test_norm_rope import test_results_and_gradients as check_kernels
 from torch import Tensor
 
@@ -12,6 +11,7 @@ from hf_qknorm.hub.papers import change_sentences, papers_of
 from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import Scheme
+from qknorm_tests.norm_cases import BRAIN, Case
 
 
 def centred(x: Tensor) -> Tensor:

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import Problem, plain_problem, raw_problem, shrink_tiles
-from norm_cases import Case as Raw
-from tiled_cases import Case
 from torch import Tensor
 
 from hf_qknorm.ops import operators
 from hf_qknorm.ops.registration import Operator, Values, flatten, flatten_norms
 from hf_qknorm.ops.triton.launch import Launch, recorded
 from hf_qknorm.ops.types import Norm
+from qknorm_tests.kernel_cases import Problem, plain_problem, raw_problem, shrink_tiles
+from qknorm_tests.norm_cases import Case as Raw
+from qknorm_tests.tiled_cases import Case
 
 BRAIN, HALF = torch.bfloat16, torch.float16
 SHORT: dict[str, Any] = {"heads": (2, 1), "batch": 1, "length": 9}

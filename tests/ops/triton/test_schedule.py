@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernel_cases import DEVICE, Raw, plain_problem, raw_problem, shrink_tiles
-from tiled_cases import Case
 
 from hf_qknorm.ops.triton import schedule, score_math
 from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.triton.launch import launch
 from hf_qknorm.ops.triton.schedule import Division, Gpu, Lines
+from qknorm_tests.kernel_cases import DEVICE, Raw, plain_problem, raw_problem, shrink_tiles
+from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 

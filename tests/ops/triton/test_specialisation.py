@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from slow import slow_but
+
+from qknorm_tests.slow import slow_but
 
 ROOT = Path(__file__).parents[3]
 STEP = {"norm_rope_kernel": 1, "split_kernel": 1, "combine_kernel": 1}
@@ -26,7 +27,7 @@ TRAINING = GRADIENTS | {"norm_rope_kernel": 1, "forward_kernel": 1}
 def test_a_kernel_serves_every_length(arch: int) -> None:
     """Gradients are stored in bf16, or of few blocks as sums in fp32."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ROOT / "tests" / "helpers" / "growing.py"), str(arch)]
+    command = [sys.executable, str(ROOT / "tests" / "qknorm_tests" / "growing.py"), str(arch)]
     run = subprocess.run(
         command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
     )

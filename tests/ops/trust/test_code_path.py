@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from operator_calls import call
 
 from hf_qknorm.ops.trust.code_path import FEW_ROWS, MANY_KEYS, SMALL_CAP, CodePath, NormPath, fields
 from hf_qknorm.ops.trust.problems import FEW_KEYS, FEW_QUERIES, SPLIT_ROWS
 from hf_qknorm.ops.types import Norm, Rotary
+from qknorm_tests.operator_calls import call
 
 RMS = Norm("rms", torch.ones(16), eps=torch.tensor(2.0))
 SCALAR = Norm("lp", torch.ones(1), torch.ones(1), blend=torch.tensor(0.5), p=3.0)

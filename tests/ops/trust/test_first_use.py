@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from operator_calls import call
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -19,6 +18,7 @@ from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check, verdict_files
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.types import Norm
+from qknorm_tests.operator_calls import call
 
 CPU = torch.device("cpu")
 SOUND, WRONG = Verdict(0.001, 0.002), Verdict(0.05, 0.002)

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-import interpreter
-from kernel_cases import shrink_tiles
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_qknorm.ops import library
@@ -20,6 +18,8 @@ from hf_qknorm.ops.trust import problems
 from hf_qknorm.ops.trust.code_path import CodePath, NormPath
 from hf_qknorm.ops.trust.self_check import check
 from hf_qknorm.ops.types import Heads, LayerCache, Options, Visible
+from qknorm_tests import interpreter
+from qknorm_tests.kernel_cases import shrink_tiles
 
 interpreter.install()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-import interpreter
+from qknorm_tests import interpreter
 
 bench_model = import_module("bench_model")
 interpreter.install()

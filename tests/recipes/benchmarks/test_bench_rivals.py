@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="needs Triton, whose language the cases imp
 from bench_cases import Case, draw, exactly, oracle
 from bench_implementations import nothing
 from bench_rivals import FUSED_RIVALS, SEPARATE
-from error_budget import error
 
 from hf_qknorm.ops import reference
+from qknorm_tests.error_budget import error
 
 CPU = torch.device("cpu")
 SMALL = Case(2, 1, 16, 40)

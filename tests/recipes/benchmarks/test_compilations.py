@@ -38,7 +38,7 @@ def test_kernels_keep_their_limits_on_hopper():
 
 
 def test_a_kernel_that_spills_and_one_that_does_not_compile_are_named():
-    run = compile_script(Path(__file__).parents[2] / "helpers" / "spilling.py")
+    run = compile_script(Path(__file__).parents[2] / "qknorm_tests" / "spilling.py")
     *_, shared, spills, refused = run.stderr.splitlines()  # after what libraries say when they are imported
     assert run.returncode == 1
     assert shared.startswith("forward_kernel (bf16 padded=256): ")

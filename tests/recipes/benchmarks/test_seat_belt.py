@@ -7,9 +7,9 @@ import math
 from types import SimpleNamespace
 
 import seat_belt
-from tiny import tiny_model
 
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.tiny import tiny_model
 
 
 def test_all_arms_are_trained_and_lose_their_norms(text, tmp_path):

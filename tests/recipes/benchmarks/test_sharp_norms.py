@@ -6,9 +6,9 @@ import json
 
 import pytest
 import sharp_norms
-from tiny import tiny_model
 
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.tiny import tiny_model
 
 
 def test_both_defaults_are_compared(text, tmp_path):

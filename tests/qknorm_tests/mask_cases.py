@@ -8,13 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tables import dense
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, masking_utils
 
 from hf_qknorm.attend.calls import is_ranges, structure
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import reference
+from qknorm_tests.tables import dense
 
 CREATE: dict[str, Callable[..., Any]] = {
     "causal": masking_utils.create_causal_mask,

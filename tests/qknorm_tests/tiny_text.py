@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tables import sharp_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from qknorm_tests.tables import sharp_model
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

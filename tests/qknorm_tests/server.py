@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from hub_calls import ROUTES, Commit, Refused, Repo
+from qknorm_tests.hub_calls import ROUTES, Commit, Refused, Repo
 
 
 @dataclass

@@ -9,9 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from covering import covering
-from error_budget import error
-from tiny import TINY, tiny_config, tiny_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -24,6 +21,9 @@ from hf_qknorm.families.class_names import PARTS
 from hf_qknorm.families.style import Style
 from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.covering import covering
+from qknorm_tests.error_budget import error
+from qknorm_tests.tiny import TINY, tiny_config, tiny_model
 
 # Those that most tests run over. Every other family goes through tests/families/test_sweep.py alone.
 MODEL_TYPES = ("gemma2", "gpt2", "gpt_neox", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen3")

@@ -7,12 +7,12 @@ import math
 from dataclasses import dataclass
 
 import torch
-from random_qkv import make_qkv
 from torch import Tensor
 
 from hf_qknorm.ops import reference, tiled
 from hf_qknorm.ops.tiled_blocks import Problem
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.random_qkv import make_qkv
 
 
 @dataclass(frozen=True)

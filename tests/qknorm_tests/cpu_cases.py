@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from tiled_cases import Case, Inputs, named
 from torch import Tensor
 
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import kernels
+from qknorm_tests.tiled_cases import Case, Inputs, named
 
 WORD = (1 << 32) - 1
 

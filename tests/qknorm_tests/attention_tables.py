@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from covering import covering
-from tiled_cases import Case
+from qknorm_tests.covering import covering
+from qknorm_tests.tiled_cases import Case
 
 LENGTHS = (1, 63, 64, 65, 111, 128, 129)
 MASKS = (

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from huggingface_hub import ModelCard
-from tables import as_loaded
-from tiny import tiny_model
 
 from hf_qknorm import Calibration, calibrate, patch_model
+from qknorm_tests.tables import as_loaded
+from qknorm_tests.tiny import tiny_model
 
 REPORT = "qk_norm_report.json"
 

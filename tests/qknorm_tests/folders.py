@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tables import make_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from qknorm_tests.tables import make_batch
 
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:

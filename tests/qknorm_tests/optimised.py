@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tables import make_batch, sharp_model
 from torch import nn
 from transformers import PreTrainedModel
+
+from qknorm_tests.tables import make_batch, sharp_model
 
 ADAMW = {"lr": 0.2, "weight_decay": 0.1, "eps": 1e-5}  # a smaller eps amplifies the noise in gradients of zero
 OPTIMISERS = {

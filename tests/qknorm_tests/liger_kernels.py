@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import interpreter
 import numpy as np
 import triton
 import triton.language as tl
@@ -19,6 +18,8 @@ from torch import nn
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import TensorHandle
+
+from qknorm_tests import interpreter
 
 _convert_else = triton_interpreter._implicit_cvt
 

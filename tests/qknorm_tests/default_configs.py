@@ -6,11 +6,11 @@ from typing import Any, Final
 
 import torch
 import transformers
-from tiny import TINY, TINY_BY_TYPE, lm_class
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.families.class_names import PARTS
+from qknorm_tests.tiny import TINY, TINY_BY_TYPE, lm_class
 
 # Whole numbers among the tiny models' settings that are no sizes.
 NOT_SIZES: Final = {

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tables import randomise
-from tiny import tiny_model
 from transformers import PreTrainedModel
 
 from hf_qknorm import patch_model
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.tables import randomise
+from qknorm_tests.tiny import tiny_model
 
 CARD = "---\nlicense: mit\n---\n# Tiny\n\nA model of the tests.\n"
 SHARDS = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]  # of `checkpoint(..., max_shard_size="200KB")`

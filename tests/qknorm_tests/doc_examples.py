@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tiny import tiny_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 import hf_qknorm as qk
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "LICENSE").read_text(encoding="utf-8")

@@ -27,9 +27,6 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from accelerate.utils.launch import prepare_multi_gpu_env
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
-from short_runs import trainer
-from tables import make_batch, randomise, sharp_model
-from tiny import tiny_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -38,6 +35,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
+from qknorm_tests.short_runs import trainer
+from qknorm_tests.tables import make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 NORMED = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
 CASES: dict[str, tuple[str, Scheme]] = {

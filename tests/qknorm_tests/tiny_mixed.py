@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tiny_parts import BOTH, DELTA, EXPERTS, HYBRID, INDEXED, KV_SHARED, LATENT, MAMBA, WINDOW
+from qknorm_tests.tiny_parts import BOTH, DELTA, EXPERTS, HYBRID, INDEXED, KV_SHARED, LATENT, MAMBA, WINDOW
 
 MIXED: Final[dict[str, dict[str, Any]]] = {
     "bailing_hybrid": {

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from tiny import tiny_model
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_qknorm import KneeSchedule, MuonClip, QKClip, QuacK, Scheme, patch_model, set_knee
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.tiny import tiny_model
 
 THRESHOLD, STEPS = 3.0, 4
 MODELS = {

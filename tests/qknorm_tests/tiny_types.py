@@ -4,7 +4,20 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from tiny_parts import BOTH, DECODER, DELTA, EXPERTS, HYBRID, IMAGE, LATENT, MAMBA, PARTIAL, SEQ2SEQ, T5, WINDOW
+from qknorm_tests.tiny_parts import (
+    BOTH,
+    DECODER,
+    DELTA,
+    EXPERTS,
+    HYBRID,
+    IMAGE,
+    LATENT,
+    MAMBA,
+    PARTIAL,
+    SEQ2SEQ,
+    T5,
+    WINDOW,
+)
 
 ALIKE: Final[dict[str, dict[str, Any]]] = {
     "bart": SEQ2SEQ,

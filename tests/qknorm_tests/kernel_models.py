@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import interpreter
 import torch
-from tables import TRIED, make_batch, randomise, sharp_model
 from torch import Tensor
 
 from hf_qknorm import Scheme, patch_model
+from qknorm_tests import interpreter
+from qknorm_tests.tables import TRIED, make_batch, randomise, sharp_model
 
 interpreter.install()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import transformers
-from tables import make_batch, real
-from tiny import tiny_config
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
 from hf_qknorm.families import FAMILIES, known_families
 from hf_qknorm.model.attention import own_layers
+from qknorm_tests.tables import make_batch, real
+from qknorm_tests.tiny import tiny_config
 
 IMAGES = ("clip_vision_model", "deit", "ijepa", "siglip_vision_model", "vit", "vit_msn")
 

@@ -10,8 +10,6 @@ from typing import Any
 import peft
 import torch
 from safetensors.torch import load_file
-from tables import make_batch, randomise, sharp_model
-from tiny import tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,6 +18,8 @@ from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.tables import make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 RMS = Scheme(q="rms", k="rms")
 SCHEMES = {

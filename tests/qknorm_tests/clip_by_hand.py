@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import torch
-from head_rows import ROWS, attention_layers, outputs_first
-from tables import real
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from qknorm_tests.head_rows import ROWS, attention_layers, outputs_first
+from qknorm_tests.tables import real
 
 
 class Recorder:

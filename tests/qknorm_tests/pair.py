@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import seeds  # noqa: F401  # the ranks draw what the test draws
 import torch
 import torch.distributed as dist
 from filelock import FileLock
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+from qknorm_tests import seeds  # noqa: F401  # the ranks draw what the test draws
 
 PATIENCE = 240  # seconds for a task
 GRACE = 20  # seconds for a rank whose partner has failed
@@ -40,13 +41,15 @@ def run_once(factory: pytest.TempPathFactory, name: str, run: Callable[[Path], N
 
 
 def run_pairs(script: str, folder: Path, tasks: Sequence[str]) -> None:
-    """Call `main(task, folder)` of a script of this folder as ranks 0 and 1, for one task after the other.
+    """Call `main(task, folder)` of a script of this package as ranks 0 and 1, for one task after the other.
 
     A pair that fails leaves a report for `of_task`, and the other tasks run. It fails unless its ranks end with the
     exit codes in the script's `EXPECTED`, 0 and 0 by default.
     """
-    command = [sys.executable, __file__, script, str(folder), *tasks]
-    run = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    command = [sys.executable, "-m", "qknorm_tests.pair", script, str(folder), *tasks]
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-6000:]
 
 
@@ -123,7 +126,7 @@ def run_rank(rank: int, log: Path, main: Callable[[str, str], None], task: str, 
 
 
 if __name__ == "__main__":
-    script = importlib.import_module(sys.argv[1])
+    script = importlib.import_module(f"qknorm_tests.{sys.argv[1]}")
     get_checkpoint_conversion_mapping("llama")  # transformers builds a table once, in half the time of a short task
     for name in sys.argv[3:]:
         run_pair(script.main, name, sys.argv[2], getattr(script, "EXPECTED", {}).get(name, (0, 0)))

@@ -9,10 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kneed import kneed, qwen3
-from short_runs import StopAt, trainer
-from tables import blend_of, make_batch
-from tiny import tiny_model
 from torch import nn
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -20,6 +16,10 @@ from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, patch_model, sta
 from hf_qknorm.model.knees import NO_NORM, knee_of
 from hf_qknorm.training.removal import START
 from hf_qknorm.training.schedule import Schedule
+from qknorm_tests.kneed import kneed, qwen3
+from qknorm_tests.short_runs import StopAt, trainer
+from qknorm_tests.tables import blend_of, make_batch
+from qknorm_tests.tiny import tiny_model
 
 LONGER = {"max_steps": 12}
 Make = Callable[..., Any]

@@ -6,12 +6,12 @@ import re
 from typing import Any
 
 import torch
-from tables import applies, assert_near, randomise, sharp_model
-from tiny import TINY
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model
+from qknorm_tests.tables import applies, assert_near, randomise, sharp_model
+from qknorm_tests.tiny import TINY
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-4  # relative, fp32: Liger's kernels sum in another order

@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from error_budget import assert_within_budget
-from norm_cases import DEVICE, Call, draw, lay_out, spread
-from norm_cases import Case as Raw
-from tiled_cases import Case, draw_inputs
 from torch import Tensor
 
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention, launch, schedule
 from hf_qknorm.ops.triton.architectures import AMPERE, ARCHITECTURES, Tile
 from hf_qknorm.ops.types import Heads, Options, Visible
+from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.norm_cases import DEVICE, Call, draw, lay_out, spread
+from qknorm_tests.norm_cases import Case as Raw
+from qknorm_tests.tiled_cases import Case, draw_inputs
 
 
 class Problem(NamedTuple):

@@ -6,12 +6,12 @@ from typing import Any, Final
 
 import torch
 import transformers
-from tiny_mixed import MIXED
-from tiny_types import ALIKE
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.families.class_names import PARTS
+from qknorm_tests.tiny_mixed import MIXED
+from qknorm_tests.tiny_types import ALIKE
 
 # Under the names that the families' configs use; each config takes those that it knows.
 TINY: Final[dict[str, Any]] = {

@@ -1,0 +1,1 @@
+"""What tests share: tiny models, cases, and programs that they start."""
