@@ -216,3 +216,6 @@ def register() -> None:
     for name, function in REGISTERED.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, MASKS[name])
+
+
+register()

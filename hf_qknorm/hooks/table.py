@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import os
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any, Final, NamedTuple
 
 from hf_qknorm.hooks import adapters, auto_classes, in_memory, liger, unpatched_classes
@@ -58,9 +59,7 @@ def install_hooks() -> None:
 
 
 def _add_attention_functions(modeling_utils: Any) -> None:
-    from hf_qknorm.backends.functions import register  # here, since it imports transformers' model code
-
-    register()
+    import_module("hf_qknorm.backends.functions")  # which registers them at its end: it may have begun this import
 
 
 def _store_without_room(caches: Any) -> None:
@@ -69,118 +68,49 @@ def _store_without_room(caches: Any) -> None:
 
 
 HOOKS: Final = (
-    Hook(
-        "transformers.models.auto.modeling_auto",
-        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-        auto_classes.add_model_types,
-        "transformers>=5.17",
-        "Auto classes know the derived model types. Their `register` takes classes, which would import all model code",
-        wraps=False,
-        needed=True,
-    ),
-    Hook(
-        "transformers.modeling_utils",
-        "AttentionInterface",
-        _add_attention_functions,
-        "transformers>=5.17",
-        "attention functions and their masks, by `AttentionInterface.register` and `AttentionMaskInterface.register`",
-        wraps=False,
-        needed=True,
-    ),
-    Hook(
-        "transformers.modeling_utils",
-        "PreTrainedModel._load_pretrained_model",
-        unpatched_classes.check_weights,
-        "transformers>=5.17",
-        "transformers' model classes refuse a patched checkpoint, and load patched towers with ε and checks",
-        needed=True,
-    ),
-    Hook(
-        "transformers.configuration_utils",
-        "PreTrainedConfig.__post_init__",
-        unpatched_classes.check_config,
-        "transformers>=5.17",
-        "config classes of transformers refuse the settings of a patched checkpoint",
-    ),
-    Hook(
-        "transformers.configuration_utils",
-        "PreTrainedConfig.get_config_dict",
-        in_memory.read_config,
-        "transformers>=5.17",
-        "`AutoConfig` gives the config of a model that was changed in memory by the model's name",
-    ),
-    Hook(
-        "transformers.modeling_utils",
-        "PreTrainedModel.from_pretrained",
-        in_memory.copy_model,
-        "transformers>=5.17",
-        "TRL loads the reference model by the policy's name, and gets a copy of the model in memory",
-    ),
-    Hook(
-        "hf_qknorm.backends.caches",
-        "DynamicLayer",
-        _store_without_room,
-        "transformers>=5.17",
-        "copies and pickles of a cache leave out its room for new tokens, by `copyreg.pickle`",
-        wraps=False,
-    ),
-    Hook(
-        "peft.utils.constants",
-        "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING",
-        adapters.add_targets,
-        "peft>=0.18",
-        "derived types have the default targets of their bases, in this table and those of the other methods",
-        wraps=False,
-    ),
-    Hook(
-        "peft.config",
-        "PeftConfigMixin.to_dict",
-        in_memory.store_no_base,
-        "peft>=0.18",
-        "an adapter does not name the model before a change in memory as its base",
-    ),
-    Hook(
-        "peft.auto",
-        "get_default_import_allowlist",
-        adapters.allow_package,
-        "peft>=0.20",
-        "`AutoPeftModel` imports the derived class that an adapter names; otherwise each caller passes a list",
-    ),
-    Hook(
-        "peft.peft_model",
-        "set_peft_model_state_dict",
-        adapters.keep_gains,
-        "peft>=0.18",
-        "an adapter with gains is refused by a model without norms, instead of losing them",
-    ),
-    Hook(
-        "liger_kernel.transformers.monkey_patch",
-        "MODEL_TYPE_TO_APPLY_LIGER_FN",
-        liger.add_kernels,
-        "liger-kernel>=0.8.5",
-        "derived types have the kernels of their bases, without RoPE",
-        wraps=False,
-    ),
-    Hook(
-        "liger_kernel.transformers.monkey_patch",
-        "_bind_method_to_module",
-        liger.spare_norms,
-        "liger-kernel>=0.8.5",
-        "a scheme's norms stay, and a removed norm stays removed",
-    ),
-    Hook(
-        "vllm.entrypoints.llm",
-        "LLM.__init__",
-        in_memory.refuse_name,
-        "vllm",
-        "TRL's trainers do not sample with the weights before a change in memory",
-    ),
-    Hook(
-        "yaml",
-        "Dumper",
-        in_memory.write_as_string,
-        "pyyaml>=6",
-        "cards hold the name of a model that was changed in memory, by `add_representer`",
-        wraps=False,
-    ),
-)
+    Hook("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+         auto_classes.add_model_types, "transformers>=5.17", wraps=False, needed=True,
+         reason="Auto classes know the derived model types; their `register` would import all model code"),
+    Hook("transformers.modeling_utils", "AttentionInterface",
+         _add_attention_functions, "transformers>=5.17", wraps=False, needed=True,
+         reason="attention functions and their masks, by the `register` of both interfaces"),
+    Hook("transformers.modeling_utils", "PreTrainedModel._load_pretrained_model",
+         unpatched_classes.check_weights, "transformers>=5.17", needed=True,
+         reason="transformers' model classes refuse a patched checkpoint, and load patched towers with ε and checks"),
+    Hook("transformers.configuration_utils", "PreTrainedConfig.__post_init__",
+         unpatched_classes.check_config, "transformers>=5.17",
+         reason="config classes of transformers refuse the settings of a patched checkpoint"),
+    Hook("transformers.configuration_utils", "PreTrainedConfig.get_config_dict",
+         in_memory.read_config, "transformers>=5.17",
+         reason="`AutoConfig` gives the config of a model that was changed in memory by the model's name"),
+    Hook("transformers.modeling_utils", "PreTrainedModel.from_pretrained",
+         in_memory.copy_model, "transformers>=5.17",
+         reason="TRL loads the reference model by the policy's name, and gets a copy of the model in memory"),
+    Hook("hf_qknorm.backends.caches", "DynamicLayer",
+         _store_without_room, "transformers>=5.17", wraps=False,
+         reason="copies and pickles of a cache leave out its room for new tokens, by `copyreg.pickle`"),
+    Hook("peft.utils.constants", "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING",
+         adapters.add_targets, "peft>=0.18", wraps=False,
+         reason="derived types have the default targets of their bases, in this table and those of the other methods"),
+    Hook("peft.config", "PeftConfigMixin.to_dict",
+         in_memory.store_no_base, "peft>=0.18",
+         reason="an adapter does not name the model before a change in memory as its base"),
+    Hook("peft.auto", "get_default_import_allowlist",
+         adapters.allow_package, "peft>=0.20",
+         reason="`AutoPeftModel` imports the derived class that an adapter names; otherwise each caller passes a list"),
+    Hook("peft.peft_model", "set_peft_model_state_dict",
+         adapters.keep_gains, "peft>=0.18",
+         reason="an adapter with gains is refused by a model without norms, instead of losing them"),
+    Hook("liger_kernel.transformers.monkey_patch", "MODEL_TYPE_TO_APPLY_LIGER_FN",
+         liger.add_kernels, "liger-kernel>=0.8.5", wraps=False,
+         reason="derived types have the kernels of their bases, without RoPE"),
+    Hook("liger_kernel.transformers.monkey_patch", "_bind_method_to_module",
+         liger.spare_norms, "liger-kernel>=0.8.5",
+         reason="a scheme's norms stay, and a removed norm stays removed"),
+    Hook("vllm.entrypoints.llm", "LLM.__init__",
+         in_memory.refuse_name, "vllm",
+         reason="TRL's trainers do not sample with the weights before a change in memory"),
+    Hook("yaml", "Dumper",
+         in_memory.write_as_string, "pyyaml>=6", wraps=False,
+         reason="cards hold the name of a model that was changed in memory, by `add_representer`"),
+)  # fmt: skip
