@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_qknorm.attend import functions
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.model.accelerate_hooks import check_offload
-from hf_qknorm.model.attention import install, own_layers, patched_layers, uninstall
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.causality import causality, check_causality
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_config
@@ -21,6 +21,7 @@ from hf_qknorm.model.configs import check_names, derived_architectures
 from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class, use_derived_classes
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
 from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory, unmark
+from hf_qknorm.model.install import install, own_layers, uninstall
 from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import drop_record

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
-from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import error

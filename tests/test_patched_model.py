@@ -12,7 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import FAMILIES, Scheme, patch_model, unpatch_model
-from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.tables import (
     KNEES,

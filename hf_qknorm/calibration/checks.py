@@ -11,9 +11,10 @@ from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.predictions import is_bidirectional, require_causal
 from hf_qknorm.measure.text import INPUTS
 from hf_qknorm.model.adapters import is_adapter_layer
-from hf_qknorm.model.attention import patched_layers, require_base
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
+from hf_qknorm.model.install import require_base
 from hf_qknorm.scheme import Scheme
 
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.measure.distributed import ONE_PROCESS, Batches, Ranks, copy_into, reshard
 from hf_qknorm.model.accelerate_hooks import input_device
-from hf_qknorm.model.additions import NORM_FIELDS
-from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.knees import apply_knee, centred_and_size
-from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm
 from hf_qknorm.ops.norms import NORMS
 
 LOG_STEP = math.log(2) / 2  # between the logarithms of neighbouring points of the grid

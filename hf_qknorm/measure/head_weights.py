@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 from hf_qknorm.families import FAMILIES, Family, family_of
 from hf_qknorm.measure.distributed import full_tensor
 from hf_qknorm.measure.input_norms import GainAndBias, InputNorm, input_norm
-from hf_qknorm.model.attention import own_layers, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import own_layers
 
 
 @dataclass(frozen=True)

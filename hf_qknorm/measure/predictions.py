@@ -18,9 +18,9 @@ from hf_qknorm.measure.bounds import logit_bounds
 from hf_qknorm.measure.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
 from hf_qknorm.measure.logit_statistics import LogitStatistics, PassFilter, watched_layers
 from hf_qknorm.model.accelerate_hooks import input_device
-from hf_qknorm.model.additions import NORM_FIELDS
-from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
-from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.install import as_unpatched
+from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Numbers, Prediction
 
 MOST_KEPT = 1_000_000_000

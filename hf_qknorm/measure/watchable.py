@@ -10,7 +10,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_qknorm.families import FAMILIES, family_of
-from hf_qknorm.model.attention import QKNormAttention, install, own_layers, patched_layers, uninstall
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from hf_qknorm.model.install import install, own_layers, uninstall
 from hf_qknorm.patch import require_own_forward
 from hf_qknorm.scheme import SCHEMES
 

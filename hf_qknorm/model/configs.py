@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from hf_qknorm.families import check_scheme
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, types_of
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.config_checks import check_settings, config_errors, config_file
+from hf_qknorm.model.norms import NORM_FIELDS
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone.generate import write_standalone_code
 from hf_qknorm.standalone.notice import NOTICES, is_notice

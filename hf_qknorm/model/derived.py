@@ -24,11 +24,12 @@ from hf_qknorm.families import FAMILIES, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.accelerate_hooks import set_module_class
-from hf_qknorm.model.attention import install, modelling_file, patched_layers
+from hf_qknorm.model.attention import modelling_file, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.continuous_batching import check_continuous_batching
+from hf_qknorm.model.install import install
 from hf_qknorm.model.knee_state_dict import loading
 from hf_qknorm.model.knees import record_powers, restore_powers
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.families import Family
-from hf_qknorm.model.attention import QKNormAttention, own_layers, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from hf_qknorm.model.install import own_layers
 from hf_qknorm.ops.norms import NORMS
 
 

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
-from hf_qknorm.model.norms import eps_problem
+from hf_qknorm.model.norms import NORM_FIELDS, eps_problem
 
 PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
 DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}

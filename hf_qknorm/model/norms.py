@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,10 @@ from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import smooth_maximum
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
+
+# The scheme's norms in a layer, and the field of the scheme that each is for. Those with "rope" are for models whose
+# heads are normed in two parts, with and without RoPE.
+NORM_FIELDS: Final = {"q_norm": "q", "k_norm": "k", "v_norm": "v", "q_rope_norm": "q", "k_rope_norm": "k"}
 
 
 class HeadNorm(nn.Module):

@@ -12,7 +12,8 @@ from hf_qknorm.families import FAMILIES, Family
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.families.refused import REFUSED
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.model.attention import own_layers, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import own_layers
 from hf_qknorm.model.load_checks import UnpatchedClassError
 
 

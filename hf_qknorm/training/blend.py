@@ -15,7 +15,8 @@ from typing import Any, Literal
 from torch import nn
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.model.attention import QKNormAttention, end_blend, norm_copies, require_patched, start_blend
+from hf_qknorm.model.attention import QKNormAttention, norm_copies, require_patched
+from hf_qknorm.model.install import end_blend, start_blend
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.training.schedule import Schedule
 

@@ -36,7 +36,7 @@ from hf_qknorm import calibrate, patch_model, remove_norms
 from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.predictions import loss_of, predictions
 from hf_qknorm.measure.text import context_length, load_text, tokenize
-from hf_qknorm.model.attention import as_unpatched
+from hf_qknorm.model.install import as_unpatched
 
 DEFAULTS = ("qk_norm", "qk_norm_cap")
 LENGTH, LONG, WINDOW, CALIBRATED, JUDGED = 512, 2048, 256, 20, 6

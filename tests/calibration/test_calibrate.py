@@ -8,7 +8,8 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 
 from hf_qknorm import Scheme, calibrate, patch_model, set_blend
 from hf_qknorm.measure.text import default_length
-from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.ops.reference import head_norm
 from qknorm_tests.tiny import tiny_model

@@ -12,7 +12,8 @@ from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.measure.bounds import logit_bound
 from hf_qknorm.measure.predictions import evaluate
-from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.tiny import tiny_model
 
 

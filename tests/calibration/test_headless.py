@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.knees import KNEES, OUTPUT_LIMIT
 from hf_qknorm.measure.predictions import output_error
-from hf_qknorm.model.attention import as_unpatched
+from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.tiny import tiny_config
 from qknorm_tests.vision_cases import made
 

@@ -14,7 +14,8 @@ from hf_qknorm.calibration import knees
 from hf_qknorm.calibration.gains import ClosedFormGains, NormSums, mean_powers, named_norms
 from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, search_knee, tried_knees, with_margin
 from hf_qknorm.measure.distributed import ONE_PROCESS
-from hf_qknorm.model.attention import as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm

@@ -16,8 +16,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, patch_model, unpatch_model
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.model.attention import QKNormAttention, as_unpatched, head_norms, patched_layers
+from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.model.rotary import kernel_rotary
 from hf_qknorm.ops.types import Rotary

@@ -26,8 +26,9 @@ from hf_qknorm import (
     patch_model,
     unpatch_model,
 )
-from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_model
+from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.error_budget import error
 from qknorm_tests.tables import assert_identical, assert_near, fingerprint, randomise
 from qknorm_tests.tiny import tiny_config

@@ -12,7 +12,8 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.measure.bounds import logit_bound, rotary_scale, worst_bound
 from hf_qknorm.measure.logit_statistics import logit_statistics
-from hf_qknorm.model.attention import as_unpatched, patched_layers, start_blend
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import as_unpatched, start_blend
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering

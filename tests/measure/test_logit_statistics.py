@@ -9,7 +9,8 @@ import torch
 
 from hf_qknorm import Scheme, logit_statistics, patch_model
 from hf_qknorm.families import FAMILIES, separate
-from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
 from qknorm_tests.tiny import tiny_model

@@ -7,7 +7,7 @@ import torch
 
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.measure.predictions import evaluate, predictions
-from hf_qknorm.model.attention import as_unpatched
+from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.tables import BATCHES, make_batch, randomise, real, sharp_model
 
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.model.additions import NORM_FIELDS
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.norms import NORM_FIELDS
 from hf_qknorm.ops.reference import attention, head_norm
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import (

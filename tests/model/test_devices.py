@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
-from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model

@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.calibration.gains import rescale_folded_weights
-from hf_qknorm.model.attention import as_unpatched, patched_layers
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import is_exact
+from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, trained_like
 from qknorm_tests.tiny import TINY

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
 from hf_qknorm.families import FAMILIES, known_families
-from hf_qknorm.model.attention import own_layers
+from hf_qknorm.model.install import own_layers
 from qknorm_tests.tables import make_batch, real
 from qknorm_tests.tiny import tiny_config
 

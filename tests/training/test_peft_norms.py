@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_qknorm import Scheme, calibrate, logit_statistics, patch_model, peft_modules_to_save, set_blend
 from hf_qknorm.calibration.calibrate import METHODS
 from hf_qknorm.families import known_families
-from hf_qknorm.model.attention import as_unpatched, head_norms, norm_copies, patched_layers
+from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.tables import assert_near, blend_of, make_batch, randomise, sharp_model

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_qknorm import patch_model
 from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.model.attention import as_unpatched
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import norm_rope
 from hf_qknorm.ops.trust import first_use
