@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops import team
+from hf_qknorm.ops import threads
 from hf_qknorm.ops.tiled_blocks import Problem, Share, shares
 from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
@@ -35,7 +35,7 @@ def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, T
         found = _forward(Problem(heads, visible, options, share))
         _write(results, found, share, heads.k.shape[1])
 
-    team.run([partial(attend, share) for share in shares(heads)], q.device)
+    threads.run([partial(attend, share) for share in shares(heads)], q.device)
     return results
 
 
@@ -81,7 +81,7 @@ def backward(
         if flow is not None:
             share.of(dsinks[None, number], k.shape[1]).copy_(flow.view(1, -1))
 
-    team.run([partial(differentiate, *numbered) for numbered in enumerate(parts)], q.device)
+    threads.run([partial(differentiate, *numbered) for numbered in enumerate(parts)], q.device)
     dq, dk, dv = results
     return dq, dk, dv, None if sinks is None else dsinks.sum(0).to(sinks.dtype)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops import team
+from hf_qknorm.ops import threads
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 BLOCK_ROWS = 64  # rows of logits a head and block: small enough for the cache, large enough for a good matmul
@@ -46,7 +46,7 @@ def shares(heads: Heads) -> list[Share]:
     One part, for torch's own threads to share, on other devices, for small calls and for few heads.
     """
     batch, heads_kv = heads.k.shape[:2]
-    count = team.threads() if heads.q.device.type == "cpu" else 1
+    count = threads.count() if heads.q.device.type == "cpu" else 1
     small = math.prod(heads.q.shape[:3]) * heads.k.shape[2] < SHARED_LOGITS
     if count == 1 or small or max(batch, heads_kv) < count:
         return [Share(slice(0, batch), slice(0, heads_kv))]

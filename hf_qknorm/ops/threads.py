@@ -19,10 +19,10 @@ import torch
 MOST_THREADS: Final = 4  # more would wait for Python's interpreter lock between the steps
 
 
-def threads() -> int:
+def count() -> int:
     """The number of functions that `run` computes at once: torch's number of threads, or 1 if that is too many."""
-    count = torch.get_num_threads()
-    return count if count <= MOST_THREADS and _parallel_region() is not None else 1
+    threads = torch.get_num_threads()
+    return threads if threads <= MOST_THREADS and _parallel_region() is not None else 1
 
 
 def run(functions: Sequence[Callable[[], Any]], device: torch.device) -> None:
@@ -30,8 +30,8 @@ def run(functions: Sequence[Callable[[], Any]], device: torch.device) -> None:
 
     They see the caller's inference mode, no gradient mode where there are several, and no autocast for the device.
     """
-    region, count = _parallel_region(), min(threads(), len(functions))
-    if region is None or count < 2:
+    region, threads = _parallel_region(), min(count(), len(functions))
+    if region is None or threads < 2:
         with _no_autocast(device):
             for function in functions:
                 function()
@@ -48,7 +48,7 @@ def run(functions: Sequence[Callable[[], Any]], device: torch.device) -> None:
             failures.append(error)
             waiting.clear()
 
-    region(_Body(work), None, count, 0)
+    region(_Body(work), None, threads, 0)
     if failures:
         raise failures[0]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hf_qknorm.ops import library, team, tiled_blocks
+from hf_qknorm.ops import library, threads, tiled_blocks
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.types import Heads, Options, Visible
@@ -37,7 +37,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_shares_are_the_oracle(case: Case) -> None:
     inputs = draw_inputs(case, torch.float64)
-    if team.threads() > 1:
+    if threads.count() > 1:
         assert len(tiled_blocks.shares(inputs.heads)) > 1
     got, expected = tiled_results(case, inputs), oracle_results(case, inputs, drawn_dropout(case, inputs))
     for name, exact in expected.items():
@@ -96,16 +96,16 @@ def test_an_error_arrives_at_the_caller_and_ends_the_rest(count: int) -> None:
         raise IndexError("of the function")
 
     with pytest.raises(IndexError, match="of the function"):
-        team.run([fail] * count, torch.device("cpu"))
+        threads.run([fail] * count, torch.device("cpu"))
     assert len(calls) <= 2
-    team.run([lambda: calls.append(2)] * 5, torch.device("cpu"))
+    threads.run([lambda: calls.append(2)] * 5, torch.device("cpu"))
     assert calls.count(2) == 5
 
 
 @pytest.mark.usefixtures("two_threads")
 def test_operators_of_a_function_stay_in_its_thread() -> None:
     """Two functions meet where there are two threads, and neither opens threads of its own."""
-    if team.threads() < 2:
+    if threads.count() < 2:
         pytest.skip("torch has no OpenMP runtime with this entry here")
     meeting = threading.Barrier(2, timeout=60)
     seen: list[int] = []
@@ -115,14 +115,14 @@ def test_operators_of_a_function_stay_in_its_thread() -> None:
         torch.randn(300, 300) @ torch.randn(300, 300)
         seen.append(threading.get_ident())
 
-    team.run([work, work], torch.device("cpu"))
+    threads.run([work, work], torch.device("cpu"))
     assert len(set(seen)) == 2
     assert torch.get_num_threads() == 2
 
 
 def test_many_threads_take_the_steps_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: team.MOST_THREADS + 1)
-    assert team.threads() == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads.MOST_THREADS + 1)
+    assert threads.count() == 1
 
 
 @pytest.mark.usefixtures("two_threads")
