@@ -204,7 +204,7 @@ def field_values() -> dict[str, str]:
 
 
 def _without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheme's fields without those of `REMOVED`. Raises ValueError for one that changed attention."""
+    """Return a scheme's fields without the ones in `REMOVED`. Raises ValueError for one that changed attention."""
     for name, neutral in REMOVED.items():
         if (value := data.get(name, neutral)) != neutral:
             raise ValueError(

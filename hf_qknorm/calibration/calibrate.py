@@ -143,7 +143,7 @@ def calibrate(
 
 
 class _Sample(NamedTuple):
-    """The batches of a calibration: all, those that gains are fitted to, and those that judge knee and gains."""
+    """The batches of a calibration: all, the ones for gains, and the ones that judge knee and gains."""
 
     whole: Batches
     fitted: Batches

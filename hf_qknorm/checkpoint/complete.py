@@ -99,7 +99,7 @@ class _Comparison:
             listed = ", ".join(f"{count} of {list(shape)}" for shape, count in shapes.most_common(4))
             raise ValueError(
                 f"{self.folder / self.tensors[odd].file}: {odd} does not fit with the others that are joined as "
-                f"{self.read_as[odd]}, of which some are missing, or have another shape: there are {listed}. Is the "
+                f"{self.read_as[odd]}. Some of these are missing, or have another shape: there are {listed}. Is the "
                 "download complete?"
             ) from error
 

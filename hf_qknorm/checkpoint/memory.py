@@ -120,7 +120,7 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
 
     Yields options of `from_pretrained`, and the most sequences of a forward pass if few fit. Weights go to the GPUs
     first, then into memory; the rest stays on the disk. If transformers converts weights when it loads them (as most
-    experts), it writes those that stay on the disk into a temporary folder beside `scratch`.
+    experts), it writes the layers that stay on the disk into a temporary folder beside `scratch`.
 
     Raises ValueError if the largest tensor and one sequence do not fit, OSError if the disk is too small.
     """
@@ -148,7 +148,7 @@ def place_weights(source: Source, length: int, left: int, scratch: Path) -> Iter
 
 
 def _sequences(source: Source, length: int, most: int) -> int:
-    """Return the sequences of a forward pass that reads weights from the disk: those that a third of `most` holds."""
+    """Return the sequences of a forward pass that reads weights from the disk: as many as a third of `most` holds."""
     least = max(tensor.nbytes for tensor in source.weights.stored.values()) + working_memory(source, 1, length)
     if least > most:
         raise ValueError(

@@ -45,7 +45,7 @@ def export_measured(
     (recipes/results/seat_belt.md).
 
     Raises ValueError, with nothing written, if the loss rises by more than `max_loss_increase` nats per token (None
-    means no limit), and all that `export_native` raises.
+    means no limit), and what `export_native` raises.
     """
     check_text(texts)
     folder, destination = user_path(src, "src"), user_path(dst, "dst")

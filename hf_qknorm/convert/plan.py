@@ -30,7 +30,7 @@ from hf_qknorm.scheme import Scheme
 
 @dataclass(frozen=True)
 class Options:
-    """A scheme, and options as for `convert_checkpoint`; those of a calibration are None without one."""
+    """A scheme, and options as for `convert_checkpoint`; the options of a calibration are None without one."""
 
     scheme: Scheme
     method: str | None = None

@@ -23,7 +23,7 @@ def check_config(post_init: Callable[..., None], config: Any, /, **settings: Any
 def check_weights(
     load: Callable[..., Any], /, model: Any, state_dict: Any, checkpoint_files: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Load weights by transformers' `load`, and refuse those of a patched checkpoint for a model that is not."""
+    """Load weights by transformers' `load`, and refuse a patched checkpoint's for an unpatched model."""
     from hf_qknorm.model.derived import QKNormModel  # here, as the other imports of a model's code
     from hf_qknorm.model.knee_state_dict import loading
     from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored

@@ -106,7 +106,7 @@ def inspect_checkpoint(
 def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | None, *, compared: bool) -> Inspection:
     """The numbers of a patched model, and its predictions unpatched and patched, from one or two passes.
 
-    `names` are those of the model and its type. If not `compared`, the scheme changes nothing, and the model counts as
+    `names` are the model's own and its type's. If not `compared`, the scheme changes nothing, and the model counts as
     unpatched.
     """
     first, scheme = next(iter(patched_layers(model).values())), model.config.scheme
@@ -146,7 +146,7 @@ def _scheme_trials(
 ) -> dict[Scheme, Prediction]:
     """The predictions of an unpatched model with each scheme that may suit it, with fresh gains.
 
-    The losses are those of all of the text: `loss`, the unpatched model's, and the rise on these batches.
+    The losses are over all of the text: `loss`, the unpatched model's, and the rise on these batches.
     """
     caps = (found.cap, wide_cap(found.largest, found.cap)) if found.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]

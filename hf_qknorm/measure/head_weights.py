@@ -112,7 +112,7 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
 def fused_outputs(model: nn.Module) -> Iterator[tuple[Any, int, list[Tensor]]]:
     """Yield the projections to queries, keys and values at once: module, dimension of the outputs, and the outputs.
 
-    The outputs are indices, those of the queries, of the keys and of the values. Raises ValueError as
+    The outputs are indices: of the queries, of the keys and of the values. Raises ValueError as
     `attention_head_weights` does.
     """
     for name, layer, family in attention_layers(model):

@@ -117,7 +117,7 @@ def watched_layers(
 
 
 class PassFilter:
-    """The forward passes to watch, those of models that `selects`, by default all; and the padding in their arguments.
+    """The forward passes to watch, of all models or of the ones that `selects`, and the padding in their arguments.
 
     Models may call others: a pass starts and finishes with the outermost model. Gradient checkpointing recomputes
     layers in the backward pass, outside of any forward pass of a model.

@@ -31,7 +31,7 @@ def visible_keys(
         )
     padding = mask if mask is not None and mask.dim() == 2 else None  # of flash attention, causal or not by the layer
     mask = None if padding is not None else mask
-    k = k.to(q.dtype)  # under autocast, those of a cache may have another, and attention casts both
+    k = k.to(q.dtype)  # under autocast a cache may hold another dtype, and attention casts both
     seen = structure(layer, q, k, k, mask, options)
     if padding is not None:
         seen = _between(seen, q.shape[2], padding.bool())

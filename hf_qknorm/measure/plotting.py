@@ -63,7 +63,7 @@ def spread_ticks(count: int, most: int = 24) -> range:
 
 
 def drawable(values: Iterable[float]) -> list[float]:
-    """The numbers within ±`LARGEST`; NaN, which leaves a gap, for those that are not finite."""
+    """The numbers within ±`LARGEST`; NaN, which leaves a gap, for the others."""
     return [min(max(value, -LARGEST), LARGEST) if math.isfinite(value) else math.nan for value in values]
 
 

@@ -178,7 +178,7 @@ def as_batches(
     """Batches of "input_ids" `[B, T]`, and "attention_mask" if `data` has it, of up to about `max_tokens` tokens.
 
     Batches of images, mappings with "pixel_values" `[B, C, H, W]`, are kept up to about `max_tokens` images. With
-    `labels`, batches keep their "labels" too, those of masked tokens.
+    `labels`, batches also keep their "labels", of masked tokens.
 
     `data` is a source for `load_text`, a `datasets.Dataset`, or an iterable of strings, of rows (mappings with a text,
     or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them). Strings and rows are joined and

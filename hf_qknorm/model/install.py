@@ -26,7 +26,7 @@ def own_layers(model: nn.Module, family: Family) -> dict[str, Any]:
 
 
 def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
-    """Patch every attention module of `model` in place, with fresh norms, except for those that are patched already.
+    """Patch every attention module of `model` in place, with fresh norms, unless it is patched already.
 
     Raises ValueError for a model without attention modules: it would be saved as a patched one.
     """

@@ -60,7 +60,7 @@ class KneeStateDict(nn.Module):
 
 
 def _eps_keys(state: Any, prefix: str) -> list[str]:
-    """The names of the ε of a layer's norms in a state dict; under PEFT those of copies too."""
+    """The names of the ε of a layer's norms in a state dict; under PEFT also of their copies."""
     return [key for key in state if key.startswith(prefix) and key.endswith(".eps") and "_norm." in key]
 
 

@@ -53,7 +53,7 @@ def drop_record(model: Any) -> None:
 def write_record(model: Any, folder: Path, state_dict: Mapping[str, Any] | None, writes: bool) -> None:
     """Write the model's record into `folder`, or remove the report of an earlier model there.
 
-    `state_dict` has the tensors that are saved; None stands for the model's own, of which a sharded model needs all
+    `state_dict` has the tensors that are saved; None stands for the model's own; a sharded model needs all of them
     ranks. `writes` is whether this rank writes files.
     """
     record = record_of(model)

@@ -34,7 +34,7 @@ def expect_eps(model: PreTrainedModel, has_eps: bool) -> None:
 def take_eps(model: PreTrainedModel, missing: set[str]) -> None:
     """Compare the loaded ε of each norm with the config's, or take it if the config has no powers (versions 0.1, 0.2).
 
-    `missing` are the tensors that the weights lack; those that the config makes up for are removed from it. Raises
+    `missing` are the tensors that the weights lack; an ε that the config makes up for is removed from it. Raises
     ValueError for an ε that contradicts the config, and for one that neither the config nor this process has.
     """
     for name, layer in patched_layers(model).items():

@@ -51,7 +51,7 @@ class Prediction:
 
 
 class Record:
-    """The JSON form of a dataclass: its fields by name, without those that have their default."""
+    """The JSON form of a dataclass: its fields by name, without fields that have their default."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""

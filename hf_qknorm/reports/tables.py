@@ -25,7 +25,7 @@ LEFT, RIGHT = "text-align:left", "text-align:right"
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, the first of which are the columns' names, and a line `below`; no rows mean no table."""
+    """The columns' names, rows of cells, and a line `below`; no rows mean no table."""
 
     rows: Sequence[Sequence[str]]
     below: str = ""

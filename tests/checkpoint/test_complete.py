@@ -128,7 +128,7 @@ def test_incomplete_checkpoints_are_not_pushed(damage, tmp_path, monkeypatch):
 
 JOINED = {
     "an expert": (("experts.1.w1", "experts.1.w2", "experts.1.w3"), r"joined from \d tensors, .* has shape \[1, "),
-    "half an expert": (("experts.1.w1",), r"joined as .*gate_up_proj, of which some are missing"),
+    "half an expert": (("experts.1.w1",), r"joined as .*gate_up_proj. Some of these are missing"),
 }  # fmt: skip
 
 
