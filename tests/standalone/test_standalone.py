@@ -26,7 +26,10 @@ BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.
 CASES = {
     **{f"{t} with all": (t, BUSY, "left") for t in ("gpt2", "llama", "mixtral")},
     **{f"{t} capped": (t, Scheme(softcap=5.0), "left") for t in ("gemma2", "phi3")},
-    **{f"llama {name}": ("llama", SCHEMES[name], "plain") for name in ("none", "qkv_norm", "henry", "lp")},
+    **{
+        f"llama {name}": ("llama", SCHEMES[name], "plain")
+        for name in ("none", "qk_norm_cap", "qkv_norm", "henry", "lp")
+    },
     "gpt2 folded": ("gpt2", SCHEMES["qkv_norm"], "plain"),
     "llama with a knee": ("llama", replace(BUSY, knee=4.0), "left"),
     "gpt2 with a knee": ("gpt2", Scheme(q="layer", k="rms", knee=2.0), "left"),
