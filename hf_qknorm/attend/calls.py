@@ -155,7 +155,8 @@ def _biased(seen: Structure, queries: int, tokens: Tensor | None, bias: Tensor) 
         start, stop = seen.ranges[:, None].unbind(-1)
         visible = (place >= start[..., None]) & (place < stop[..., None])
     elif mask is None:
-        back = (place[:queries, None] + (keys - queries)) - place  # how far a key is behind the query
+        own = torch.arange(queries, device=bias.device)[:, None] + (keys - queries)
+        back = own - place  # how far a key is behind the query
         visible = back >= 0 if seen.causal else torch.ones_like(back, dtype=torch.bool)
         visible = visible if seen.window is None else visible & (back.abs() < seen.window + (not seen.causal))
     elif mask.dtype == torch.bool:

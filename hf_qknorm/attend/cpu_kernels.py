@@ -14,15 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from hf_qknorm.ops.cpu import attention, build, norm_rope
 from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.trust import first_use
-from hf_qknorm.ops.trust.code_path import Operator
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.trust.code_path import OperatorName
+from hf_qknorm.ops.types import ALL_KEYS, NO_OPTIONS, Heads, Norm, Options, Rotary, Visible
 
 SWITCH: Final = "HF_QKNORM_CPU"
-NO_NORM, NOTHING, NO_OPTIONS = Norm(), Visible(), Options(1.0)
 _served: set[tuple[Any, ...]] = set()  # kinds of calls: to look up a verdict takes as long as a step of generation
 
 
-def why_not(heads: Heads, visible: Visible, options: Options, operator: Operator = "cpu") -> str | None:
+def why_not(heads: Heads, visible: Visible, options: Options, operator: OperatorName = "cpu") -> str | None:
     """The reason why the kernels do not serve a call, or None; the operators are "cpu" and "cpu_statistics".
 
     The first call of a machine compiles them, and the first call of each kind checks them; a trace does neither.
@@ -45,7 +44,7 @@ def why_not(heads: Heads, visible: Visible, options: Options, operator: Operator
     return None
 
 
-def _kind(heads: Heads, visible: Visible, options: Options, operator: Operator) -> tuple[Any, ...]:
+def _kind(heads: Heads, visible: Visible, options: Options, operator: OperatorName) -> tuple[Any, ...]:
     """The properties of a call by which the kernels serve it, on a machine that has them."""
     (q, k, v, *_), (ranges, sinks, _, mask) = heads, visible
     gradient = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
@@ -60,22 +59,22 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
 
     The first call of each kind checks it. Raises RuntimeError if HF_QKNORM_CPU=1 demands a kernel that fails its check.
     """
-    kind, gain, bias, blend, _, _, sharpness = norm
+    kind, gain, bias, blend, eps, _, sharpness = norm
     key = (
         *(torch.is_grad_enabled(), type(x), x.is_cpu, x.dtype, x.shape, kind, blend is None, sharpness),
-        *(gain is None or gain.shape, bias is None or bias.shape),
-        *((None,) if rotary is None else (rotary.cos.shape, rotary.sin.shape, rotary.interleaved)),
+        *(None if x is None else (x.shape, x.dtype) for x in (gain, bias)),
+        *(isinstance(eps, Tensor), rotary is None or (rotary.cos.shape, rotary.sin.shape, rotary.cos.dtype, rotary[2])),
     )
     if key in _served:
         return True
     if torch.is_grad_enabled() or not norm_rope.takes(x, norm, rotary):
         return False
-    heads = Heads(x, x, x, norm, NO_NORM, rotary)
-    reason = first_use.why_distrusted(heads, NOTHING, NO_OPTIONS, "cpu_norm_rope")
+    heads = Heads(x, x, x, norm, Norm(), rotary)
+    reason = first_use.why_distrusted(heads, ALL_KEYS, NO_OPTIONS, "cpu_norm_rope")
     if reason is not None:
         _refused(reason)
         return False
-    if first_use.has_verdict(heads, NOTHING, NO_OPTIONS, "cpu_norm_rope"):
+    if first_use.has_verdict(heads, ALL_KEYS, NO_OPTIONS, "cpu_norm_rope"):
         _served.add(key)
     return True
 

@@ -1,7 +1,7 @@
 """The attention functions registered with transformers.
 
 An attention function takes q `[B, H, T, D]` and k, v `[B, Hk, S, D]` after RoPE and after the cache, and returns
-`[B, T, H, D]` and the weights or None. A mask of None means causal if the module is causal and has more than one query.
+`[B, T, H, D]` and the weights or None. A mask of None means causal, with the layer's window, if the module is causal.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from hf_qknorm.attend.implementations import (
     Implementation,
     choose,
     device_type,
+    log_choice,
     log_once,
     refuse,
 )
@@ -40,11 +41,10 @@ from hf_qknorm.ops.checks import check_mask
 from hf_qknorm.ops.types import Heads
 from hf_qknorm.scheme import Scheme
 
+_NAMED: Final = {x.name: x for x in IMPLEMENTATIONS if x.name is not None}
 CAP_BACKENDS: Final = (
     "hf_qknorm",
-    "hf_qknorm_triton",
-    "hf_qknorm_cpu",
-    "hf_qknorm_tiled",
+    *_NAMED,
     "hf_qknorm_eager",
     "eager",
     "flex_attention",
@@ -53,7 +53,10 @@ CAP_BACKENDS: Final = (
     "flash_attention_4",
 )
 # The attention functions that add a position bias to the logits.
-BIAS_BACKENDS: Final = ("eager", "sdpa", "hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager")
+BIAS_BACKENDS: Final = (
+    *("eager", "sdpa", "hf_qknorm", "hf_qknorm_eager"),
+    *(name for name, implementation in _NAMED.items() if implementation.takes_masks),
+)
 # Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
 SERVER_BACKENDS: Final = ("vllm", "sglang")
 
@@ -143,7 +146,7 @@ def best_attention(
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
     call = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
     choice = choose(call)
-    log_once("runs %s", choice)
+    log_choice(choice)
     return as_results(choice.implementation.run(*call), value)
 
 
@@ -210,7 +213,7 @@ def eager_attention(
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {
     "hf_qknorm": best_attention,
-    **{x.name: _named(x) for x in IMPLEMENTATIONS if x.name is not None},
+    **{name: _named(implementation) for name, implementation in _NAMED.items()},
     "hf_qknorm_eager": eager_attention,
 }
 

@@ -19,14 +19,13 @@ from hf_qknorm.ops import flex, library, reference
 from hf_qknorm.ops.checks import why_not_ranges
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.trust import first_use
-from hf_qknorm.ops.trust.code_path import Operator
-from hf_qknorm.ops.types import Call, Heads, LayerCache, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.trust.code_path import OperatorName
+from hf_qknorm.ops.types import ALL_KEYS, NO_OPTIONS, Call, Heads, LayerCache, Norm, Options, Rotary, Visible
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
 
-KERNELS_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's, for tests
-NOTHING, NO_OPTIONS = Visible(), Options(1.0)  # of norm and rotation
+TRITON_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"  # its interpreter, for tests
 
 
 class Implementation(NamedTuple):
@@ -34,7 +33,8 @@ class Implementation(NamedTuple):
 
     `words` name it in logs. `why_not` returns the reason why it does not take a call, or None; the first call of a kind
     may compile and check it. `run` computes `[B, H, T, D]`. `devices` are those where "hf_qknorm" tries it, none for
-    all. `name` is that of the attention function that takes it or raises ValueError, if there is one.
+    all. `name` is that of the attention function that takes it or raises ValueError, if there is one. `takes_masks`:
+    arbitrary masks too, and so a position bias in one.
     """
 
     words: str
@@ -42,6 +42,7 @@ class Implementation(NamedTuple):
     run: Callable[[Heads, Visible, Options], Tensor]
     devices: tuple[str, ...] = ()
     name: str | None = None
+    takes_masks: bool = False
 
 
 def _why_not_triton(heads: Heads, visible: Visible, options: Options) -> str | None:
@@ -58,12 +59,14 @@ TRITON: Final = Implementation(
 )
 CPP: Final = Implementation("its C++ kernels", cpu_kernels.why_not, cpu.attention, ("cpu",), name="hf_qknorm_cpu")
 FLEX: Final = Implementation("FlexAttention", _why_not_flex, flex.attention, ("cuda",))
-TILED: Final = Implementation("tiled in PyTorch", lambda *call: None, library.attention, name="hf_qknorm_tiled")
+TILED: Final = Implementation(
+    "tiled in PyTorch", lambda *call: None, library.attention, name="hf_qknorm_tiled", takes_masks=True
+)
 IMPLEMENTATIONS: Final = (TRITON, CPP, FLEX, TILED)
 
 
 class Choice(NamedTuple):
-    """The implementation of a call, and the reasons against those before it; None for the first."""
+    """The implementation of a call, and the reasons against the ones before it; None if there are none."""
 
     implementation: Implementation
     reason: str | None
@@ -75,16 +78,15 @@ class Choice(NamedTuple):
 def choose(call: Call) -> Choice:
     """The first implementation that takes a call of normed and rotated heads."""
     device, reasons = device_type(call.heads.q), []
-    for implementation in IMPLEMENTATIONS:
-        if implementation.devices and device not in implementation.devices:
-            continue
+    tried = [x for x in IMPLEMENTATIONS if not x.devices or device in x.devices]
+    for implementation in tried:
         reason = implementation.why_not(*call)
         if reason is None:
             break
         if reason not in reasons:
             reasons.append(reason)
-    if device not in ("cpu", "cuda"):
-        reasons = ["the kernels are for NVIDIA GPUs and CPUs"]
+    if tried == [TILED]:
+        reasons.append("the kernels are for NVIDIA GPUs and CPUs")
     return Choice(implementation, "; ".join(reasons) or None)
 
 
@@ -128,13 +130,13 @@ def norm_rope_into(module: nn.Module, heads: Heads, keys: Tensor, values: Tensor
 
 
 def step(module: nn.Module, call: Call, heads: Heads, filled: Tensor | None) -> Tensor:
-    """`library.fused_step` if it passed its self-check, else its parts, each by the first implementation for it.
+    """`library.fused_step` if it passed its self-check, else norm and rotation, and attention by `run`.
 
     `heads` are the new ones. The `call` has the keys and values of a cache with room for them, and `filled` is as in
     `LayerCache`.
     """
     (_, keys, values, *_), visible, options = call.heads, call.visible, call.options
-    operator: Operator = "append" if filled is None else "step"
+    operator: OperatorName = "append" if filled is None else "step"
     if _trusted(module, call.heads, operator, visible, options):
         log_once("runs its Triton kernels, norm and RoPE included")
         return library.fused_step(heads, LayerCache(keys, values, filled), visible, options)
@@ -149,12 +151,12 @@ def step(module: nn.Module, call: Call, heads: Heads, filled: Tensor | None) -> 
 def run(call: Call) -> Tensor:
     """Attention by the first implementation that takes the call."""
     choice = choose(call)
-    log_once("runs %s", choice)
+    log_choice(choice)
     return choice.implementation.run(*call)
 
 
 def _trusted(
-    module: nn.Module, heads: Heads, operator: Operator, visible: Visible = NOTHING, options: Options = NO_OPTIONS
+    module: nn.Module, heads: Heads, operator: OperatorName, visible: Visible = ALL_KEYS, options: Options = NO_OPTIONS
 ) -> bool:
     """Whether a kernel passed its self-check. Raises ValueError if it did not and the module asks for kernels."""
     reason = first_use.why_distrusted(heads, visible, options, operator)
@@ -172,11 +174,14 @@ def refuse(reason: str | None, implementation: Implementation) -> None:
         )
 
 
-def log_once(message: str, *arguments: object) -> None:
-    """Log at info level which implementation runs, once a process; a traced graph is silent."""
-    if torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO):
+def log_choice(choice: Choice) -> None:
+    """Log which implementation runs; the reason is that of its first call."""
+    log_once(f"runs {choice.implementation.words}", "" if choice.reason is None else f": {choice.reason}")
+
+
+def log_once(message: str, details: str = "") -> None:
+    """Log a message at info level, with the details of its first time, once a process; a traced graph is silent."""
+    if torch.compiler.is_compiling() or message in _logged or not logger.isEnabledFor(logging.INFO):
         return
-    line = message % arguments
-    if line not in _logged:
-        _logged.add(line)
-        logger.info("hf_qknorm attention %s", line)
+    _logged.add(message)
+    logger.info("hf_qknorm attention %s%s", message, details)

@@ -26,11 +26,11 @@ def after_import(module: str, action: Callable[[Any], None]) -> None:
 def wrap(owner: Any, path: str, around: Callable[..., Any]) -> None:
     """Let `around(function, *args, **kwargs)` take the place of the function at a path such as "Class.method", once.
 
-    Nothing happens in a version of the library without that function.
+    Nothing happens in a version of the library without that class or function.
     """
     *parents, name = path.split(".")
     for parent in parents:
-        owner = getattr(owner, parent)
+        owner = getattr(owner, parent, None)
     held = getattr_static(owner, name, None)  # a classmethod or staticmethod holds its function
     function = getattr(held, "__func__", held)
     if function is None or getattr(function, "hf_qknorm_hook", None) is around:

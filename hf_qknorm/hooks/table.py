@@ -17,9 +17,9 @@ SWITCH: Final = "HF_QKNORM_HOOKS"
 class Hook(NamedTuple):
     """A change to another library, made after the import of a module.
 
-    `function` is called with the module. With `wraps`, it takes the place of the function `changes` of the module, and
-    gets that as its first argument. Only the hooks that are `needed` to load and run a patched model stay without the
-    others.
+    `function` is called with the module. With `wraps`, it takes the place of the module's function `changes`, and gets
+    the original function as its first argument. The hooks that are `needed` to load and run a patched model are
+    installed with HF_QKNORM_HOOKS=0 too.
     """
 
     module: str

@@ -166,9 +166,9 @@ class PassFilter:
 
 
 def _remove_observer(layer: QKNormAttention, observer: Any) -> None:
-    layer.observers = tuple(other for other in layer.observers if other is not observer)
-    if not layer.observers:
-        del layer.observers
+    left = tuple(other for other in vars(layer).pop("observers", ()) if other is not observer)  # none once unpatched
+    if left:
+        layer.observers = left
 
 
 class _Watcher:

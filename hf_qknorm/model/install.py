@@ -33,10 +33,10 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     for name, module in own_layers(model, family).items():
         base: Any = type(module)
         set_module_class(module, attention_class(base, family))
-        if family.own_cap and (own := getattr(module.config, "qk_norm_base", None)) is not None:
-            module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
         if not hasattr(module, "config"):  # the attention function is chosen by it
             module.config, module.config_lent = model.config, True
+        if family.own_cap and (own := getattr(module.config, "qk_norm_base", None)) is not None:
+            module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
         module.scheme = NONE if scheme == NONE else scheme  # `is_unchanged` compares with this object
         add_norms(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
@@ -80,9 +80,10 @@ def uninstall(model: nn.Module) -> None:
     for name, module in patched_layers(model).items():
         for added in head_norms(module):
             delattr(module, added)
-        vars(module).pop("blending", None)
+        for state in ("blending", "observers"):
+            vars(module).pop(state, None)
         if module.removed_norm:
-            setattr(_parent(model, name), module.family.pre_norm, _removed_norm(module))
+            setattr(_parent(model, name), module.family.pre_norm, module.removed_norm[0])
             del module.removed_norm
         vars(module).pop("scheme", None)  # absent if `install` failed before
         if vars(module).pop("config_lent", False):

@@ -24,7 +24,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     def _attend_in_kernels(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None] | None:
-        if self.family.rope is None or (q.is_cpu and not implementations.KERNELS_ON_CPU):
+        if self.family.rope is None or (q.is_cpu and not implementations.TRITON_ON_CPU):
             return None
         if not functions.takes_raw_heads(self, Heads(q, k, v), mask, options):
             return None
@@ -60,7 +60,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norm and rotate q and k: on a CPU a step of generation in C++, if its kernels are there and there is a norm.
 
-        Longer inputs have the bits of PyTorch's norms, with gradients and without.
+        Longer inputs always go through PyTorch: their numbers do not depend on whether C++ is there.
         """
         step = cache is not None and q.shape[2] == 1 and not torch.is_grad_enabled()
         norms = self._cpu_norms() if step and q.is_cpu and self.family.rope is not None else None
@@ -95,8 +95,8 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         """Whether kernels can norm, rotate, write to a cache and attend, if it has room."""
         if torch.is_grad_enabled() or self.observers or heads.v.shape != heads.k.shape or options["dropout"] > 0:
             return False
-        # Without a mask, many queries mean that the cache is empty but for the new keys. With padding in a trace, keys
-        # are copied before the new ones are written.
+        # Without a mask, many queries mean that the cache is empty but for the new keys. Ranges with padding, as in a
+        # trace, do not fit: keys would be copied before the new ones are written.
         return heads.q.shape[2] == 1 if mask is None else is_ranges(mask)
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:

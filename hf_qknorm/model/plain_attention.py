@@ -97,7 +97,7 @@ class PlainAttention(nn.Module):
     def _attend_in_kernels(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """Attention `[B, T, H, D]` of heads as they are projected, by kernels that norm and rotate; None without."""
+        """Attention of heads as they are projected, by kernels that norm and rotate; None if no kernel takes them."""
         return None
 
     def attention_function(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -127,7 +127,7 @@ class PlainAttention(nn.Module):
             observer(self, q, k, v, mask, options)
 
     def normed(self, name: str, x: Tensor) -> Tensor:
-        """Apply the scheme's norm of that name to x `[B, H, T, D]`; without such a norm return x itself."""
+        """Apply the scheme's norm of that name to x `[B, H, T, D]`, if there is one and the projection has no own."""
         norm = self._modules.get(name)
         return x if norm is None or self.has_own_norms else norm(x.transpose(1, 2)).transpose(1, 2)
 

@@ -152,7 +152,7 @@ class Operator:
     def __call__(self, values: Values, formed: tuple[Any, ...] | None = None) -> Any:
         """Call the operator with the values by field; `formed` are the same in its form, if the caller has them.
 
-        Raises NotImplementedError for a tensor that carries a tangent.
+        Raises NotImplementedError for a tensor that carries a tangent, and in `torch.func.grad`, `vjp` and `jacrev`.
         """
         arguments = self.arguments(values)
         refuse_forward_mode(arguments)

@@ -36,6 +36,7 @@ _ROOTS = (
 _REPLACED = {
     ("hf_qknorm.model.kernel_attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention"),
     ("hf_qknorm.attend.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
+    ("hf_qknorm.attend.functions", "BIAS_BACKENDS"): (_RUNTIME, "BIAS_BACKENDS"),
     ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
     ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),
     ("hf_qknorm.model.record", "load_record"): (_RUNTIME, "load_record"),

@@ -84,6 +84,17 @@ def test_other_devices_are_tiled():
     assert str(choose(q, q, q)) == "tiled in PyTorch: the kernels are for NVIDIA GPUs and CPUs"
 
 
+def test_a_new_implementation_is_one_entry(monkeypatch):
+    """For a device where it comes first; the reason against the ones before it is not that of another device."""
+    ran = []
+    mine = implementations.TILED._replace(words="mine", name="hf_qknorm_mine", run=lambda *call: ran.append(call))
+    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (mine, *implementations.IMPLEMENTATIONS))
+    for device in ("cpu", "meta"):
+        assert str(choose(*[Q.to(device)] * 3)) == "mine"
+    implementations.run(Call(*call(Q, Q, Q)))
+    assert len(ran) == 1
+
+
 def test_the_implementation_is_logged_once_and_not_in_a_trace(distrusted, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hf_qknorm")
     silent = implementations.TRITON._replace(run=lambda heads, *rest: heads.q)
@@ -92,9 +103,9 @@ def test_the_implementation_is_logged_once_and_not_in_a_trace(distrusted, monkey
     implementations.run(Call(*call(Q, Q, Q)))
     assert not caplog.records
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    for _ in range(2):
+    for rows in (1, 9):
         implementations.run(Call(*call(Q, Q, Q)))
-        implementations.run(Call(*call(Q, Q, Q, mask=torch.ones(1, 1, 9, 9, dtype=torch.bool))))
+        implementations.run(Call(*call(Q, Q, Q, mask=torch.ones(1, 1, rows, 9, dtype=torch.bool))))
     first, second = (record.getMessage() for record in caplog.records)
     assert first == "hf_qknorm attention runs its Triton kernels"
     assert second.startswith("hf_qknorm attention runs tiled in PyTorch: the mask")

@@ -118,6 +118,17 @@ def test_norm_and_cap(model_type, tmp_path):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("backend", ["eager", "hf_qknorm", "hf_qknorm_tiled"])
+def test_a_decoder_may_be_longer_than_its_encoder(backend):
+    model = patch_model(made("t5"), Scheme(softcap=2.0))
+    inputs = {"input_ids": torch.arange(3, 6)[None], "decoder_input_ids": torch.arange(3, 8)[None]}
+    model.set_attn_implementation("hf_qknorm_eager")
+    expected = model(**inputs).logits
+    model.set_attn_implementation(backend)
+    assert_near(model(**inputs).logits, expected, TOLERANCE)
+
+
+@torch.no_grad()
 def test_backends_agree(model_type):
     model = made(model_type)
     for kind in ("plain", "left"):

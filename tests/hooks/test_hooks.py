@@ -132,6 +132,13 @@ def test_a_function_is_wrapped_once_and_stays_of_its_kind(name):
     assert not hasattr(module.Library, "absent")
 
 
+@pytest.mark.parametrize("path", ["Absent.method", "absent"])
+def test_a_version_without_the_function_is_left_alone(path):
+    before = dict(vars(Library))
+    wrap(Library, path, doubled)
+    assert dict(vars(Library)) == before
+
+
 def test_an_action_follows_each_import(tmp_path, monkeypatch):
     (tmp_path / "imported_later.py").write_text("value = 1\n")
     monkeypatch.syspath_prepend(tmp_path)

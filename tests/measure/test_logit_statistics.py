@@ -7,7 +7,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from hf_qknorm import Scheme, logit_statistics, patch_model
+from hf_qknorm import Scheme, logit_statistics, patch_model, unpatch_model
 from hf_qknorm.families import FAMILIES, separate
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
@@ -200,6 +200,16 @@ def test_shares_are_those_of_logits_before_the_cap(family):
                 got, expected, rtol=0, atol=1.5 / float(pairs.min())
             )  # one at the threshold may round either way
         assert (statistics[name].over_half > statistics[name].over_cap).all()
+
+
+def test_an_observer_does_not_outlive_the_patch():
+    model = patch_model(sharp_model("llama"), "qk_norm")
+    with logit_statistics(model) as found:
+        unpatch_model(model)
+    patch_model(model, "qk_norm")
+    model(**make_batch("plain"))
+    assert not any("observers" in vars(layer) for layer in patched_layers(model).values())
+    assert not found
 
 
 def test_backends_agree_and_passes_accumulate():

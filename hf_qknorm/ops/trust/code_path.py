@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 
-Operator = Literal[
+OperatorName = Literal[
     "attention",
     "statistics",
     "norm_rope",
@@ -50,7 +50,7 @@ class NormPath(NamedTuple):
 class CodePath(NamedTuple):
     """An operator, the dtype and the sizes of its heads, its norms and rotation, and which options it has."""
 
-    operator: Operator
+    operator: OperatorName
     dtype: torch.dtype
     head_dim: int
     group: int  # query heads of a key head
@@ -92,7 +92,7 @@ class CodePath(NamedTuple):
         return ", ".join(part for part in parts if part)
 
 
-def fields(heads: Heads, visible: Visible, options: Options, operator: Operator) -> tuple[Any, ...]:
+def fields(heads: Heads, visible: Visible, options: Options, operator: OperatorName) -> tuple[Any, ...]:
     """The fields of a call's `CodePath`, plain values that a trace takes as constants; a trace keeps no lengths.
 
     It runs before every call of the kernels, and takes a few microseconds. `index` and `not` make numbers of a trace's

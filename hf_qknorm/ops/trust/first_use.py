@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.trust import self_check, verdict_files
-from hf_qknorm.ops.trust.code_path import CPU_OPERATORS, CodePath, Operator, fields
+from hf_qknorm.ops.trust.code_path import CPU_OPERATORS, CodePath, OperatorName, fields
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,9 @@ _absent: set[tuple[Any, ...]] = set()  # keys that the disk had no reason for wh
 _lock = Lock()
 
 
-def why_distrusted(heads: Heads, visible: Visible, options: Options, operator: Operator = "attention") -> str | None:
+def why_distrusted(
+    heads: Heads, visible: Visible, options: Options, operator: OperatorName = "attention"
+) -> str | None:
     """The reason why an operator's kernels are not to be trusted with a call, or None; a first call checks them.
 
     Raises ValueError for a switch that is neither 1 nor 0, and OutOfMemoryError if the check has no room.
@@ -46,7 +48,7 @@ def why_distrusted(heads: Heads, visible: Visible, options: Options, operator: O
     return _first_use(q, found) if reason is _UNKNOWN else reason
 
 
-def has_verdict(heads: Heads, visible: Visible, options: Options, operator: Operator = "attention") -> bool:
+def has_verdict(heads: Heads, visible: Visible, options: Options, operator: OperatorName = "attention") -> bool:
     """Whether this process knows the verdict on a call's path: without one, it is trusted until a check can run."""
     return _key(heads.q.device, fields(heads, visible, options, operator)) in _reasons
 
@@ -95,7 +97,7 @@ def _verdict(device: torch.device, path: CodePath) -> str | None:
     return checked(device, path) if stored is None else stored.reason
 
 
-def _warned(reason: str | None, operator: Operator) -> str | None:
+def _warned(reason: str | None, operator: OperatorName) -> str | None:
     """The same reason, after a warning for its first time."""
     if reason is not None:
         _warn(reason, operator)
@@ -103,7 +105,7 @@ def _warned(reason: str | None, operator: Operator) -> str | None:
 
 
 @cache
-def _warn(reason: str, operator: Operator) -> None:
+def _warn(reason: str, operator: OperatorName) -> None:
     instead, off = "PyTorch norms and rotates instead", "set HF_QKNORM_CPU=0 in the environment"
     if operator == "cpu_statistics":
         instead = "PyTorch measures the logits instead"
@@ -122,7 +124,7 @@ def _warn(reason: str, operator: Operator) -> None:
     )
 
 
-def is_checked(device: torch.device, operator: Operator = "attention") -> bool:
+def is_checked(device: torch.device, operator: OperatorName = "attention") -> bool:
     """Whether an operator's kernels on a device are checked. Raises ValueError for a switch that is neither 1 nor 0."""
     value = os.environ.get(SWITCH, "1")
     if value not in ("0", "1"):

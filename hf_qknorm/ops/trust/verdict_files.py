@@ -19,7 +19,7 @@ import torch
 
 from hf_qknorm.files.cache_folder import UntrustedError, folder, make_folder, open_file, remove_unused, store_text
 from hf_qknorm.ops.cpu import build
-from hf_qknorm.ops.trust.code_path import CPU_OPERATORS, CodePath, Operator
+from hf_qknorm.ops.trust.code_path import CPU_OPERATORS, CodePath, OperatorName
 from hf_qknorm.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _warn(reason: str) -> None:
     logger.warning("The verdicts on kernels are not read: %s", reason)
 
 
-def machine(device: torch.device, operator: Operator = "attention") -> str:
+def machine(device: torch.device, operator: OperatorName = "attention") -> str:
     """The device's name, the driver, and the versions of packages; for a CPU also the compiled library."""
     name, driver = ("CPU", "none")
     if operator in CPU_OPERATORS:
