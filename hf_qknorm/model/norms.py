@@ -67,7 +67,7 @@ class HeadNorm(nn.Module):
             self.register_parameter(name, None if value is None else nn.Parameter(value))
         self.register_buffer("blend", None)
         self.set_knee(scheme.knee)
-        if self.weight is not None and self.weight.is_meta:
+        if (device if self.weight is None else self.weight.device) == torch.device("meta"):
             self.expect_eps()
         self.reset_parameters()
 

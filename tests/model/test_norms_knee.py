@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.reference import head_norm
-from hf_qknorm.scheme import Scheme
+from hf_qknorm.scheme import GAINS, Scheme
 
 HEADS, DIM = 3, 16
 META = torch.device("meta")
@@ -170,3 +170,12 @@ def test_an_assigned_state_dict_replaces_eps() -> None:
     module = make()
     module.load_state_dict({"weight": module.weight, "eps": torch.tensor(9.0)}, assign=True)
     assert module.mean_power() == pytest.approx(9 / 4)
+
+
+@pytest.mark.parametrize("gain", GAINS)
+def test_a_loader_finds_eps_in_a_model_on_the_meta_device(gain):
+    """As vLLM's, which refuses tensors of a checkpoint that are neither parameters nor buffers."""
+    scheme = Scheme(q="rms", k="rms", gain=gain, knee=4.0)
+    for has_gain in {gain != "none", False}:  # keys have none beside a scalar gain
+        norm = HeadNorm("rms", scheme, 2, 16, gain=has_gain, device=torch.device("meta"))
+        assert "eps" in dict(norm.named_buffers())
