@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
@@ -23,11 +24,14 @@ from hf_qknorm.model.plain_attention import PlainAttention
 def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
     """The subclass of a model's attention class that runs the shared forward."""
     modelling, adapter = importlib.import_module(base.__module__), family.style.forward
+    names = [*inspect.signature(base.forward).parameters][2:]  # behind the module and the hidden states
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.is_unchanged:
             return base.forward(self, *args, **kwargs)
+        if adapter is None and len(args) > 1:  # the model's own forward has another order
+            args, kwargs = args[:1], {**dict(zip(names, args[1:], strict=False)), **kwargs}
         if CACHE in kwargs:
             kwargs["past_key_values"] = kwargs.pop(CACHE)
         if adapter is None:

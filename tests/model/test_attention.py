@@ -113,3 +113,14 @@ def test_norms_come_before_the_rotation():
     layer.observers = (lambda module, q, *_: order.append(f"attend {tuple(q.shape)}"),)
     model(**make_batch("plain"))
     assert order == ["norm", "attend (2, 4, 20, 16)"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
+def test_a_layer_takes_positional_arguments_in_the_order_of_its_own_forward(scheme):
+    model = patch_model(sharp_model("llama"), scheme)
+    layer = next(iter(patched_layers(model).values()))
+    hidden, places = torch.randn(1, 5, model.config.hidden_size), torch.arange(5)[None]
+    angles = model.model.rotary_emb(hidden, places)
+    by_name = layer(hidden_states=hidden, position_embeddings=angles, attention_mask=None)[0]
+    assert torch.equal(layer(hidden, angles, None)[0], by_name)
