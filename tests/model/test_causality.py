@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
 from hf_qknorm import patch_model
-from hf_qknorm.model import attention
+from hf_qknorm.model import install
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.causality import can_check_causality, is_causal
 from hf_qknorm.model.derived import QKNormModel
@@ -138,7 +138,7 @@ def test_a_patch_that_breaks_the_forward_is_undone(monkeypatch):
 
 def test_an_interrupted_patch_is_undone(monkeypatch):
     calls: list[Any] = []
-    add_norms = attention.add_norms
+    add_norms = install.add_norms
 
     def fail_at_the_second(module: Any, scheme: Any) -> None:
         calls.append(module)
@@ -146,7 +146,7 @@ def test_an_interrupted_patch_is_undone(monkeypatch):
             raise MemoryError
         add_norms(module, scheme)
 
-    monkeypatch.setattr(attention, "add_norms", fail_at_the_second)
+    monkeypatch.setattr(install, "add_norms", fail_at_the_second)
     model = sharp_model("llama")
     before, expected = fingerprint(model), model(**make_batch("left")).logits
     with pytest.raises(MemoryError):
