@@ -83,7 +83,7 @@ def test_a_norm_sees_no_padding_where_values_are_wider(gain: str, monkeypatch: p
     found = []
     for backend in ("hf_qknorm_triton", "hf_qknorm_tiled", "hf_qknorm_eager"):
         model.set_attn_implementation(backend)
-        found.append(layer(torch.zeros(1, 9, 1), None, (cos, sin), **{CACHE: DynamicCache()})[0])
+        found.append(layer(torch.zeros(1, 9, 1), position_embeddings=(cos, sin), **{CACHE: DynamicCache()})[0])
     for got in found[:2]:
         torch.testing.assert_close(got, found[2])
 
