@@ -138,7 +138,7 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
         changes += [(norm, "bypass", True) for norm in chain(*norm_copies(layer).values())]
         changes.append((layer, "scheme", replace(NONE)))  # not NONE itself: hooks on the norms see their inputs
         if layer.removed_norm:
-            changes.append((_parent(model, name), layer.family.pre_norm, _removed_norm(layer)))
+            changes.append((_parent(model, name), layer.family.pre_norm, layer.removed_norm[0]))
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     try:
         for owner, name, value in changes:
@@ -151,9 +151,3 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
 
 def _parent(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name.rpartition(".")[0])
-
-
-def _removed_norm(layer: QKNormAttention) -> nn.Module:
-    """The norm that the scheme removed, on the layer's device: it is no submodule, so that `to` does not move it."""
-    weight = next(layer.parameters())
-    return layer.removed_norm[0] if weight.is_meta else layer.removed_norm[0].to(weight.device, weight.dtype)
