@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
+from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.checks import check_inputs, check_supported, scheme_of
 from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
@@ -31,7 +32,7 @@ from hf_qknorm.measure.predictions import (
     output_error,
     predictions,
 )
-from hf_qknorm.measure.text import batches_for, check_batches, context_length, longest_sequence
+from hf_qknorm.measure.text import batches_for, check_batches, context_length, divided, longest_sequence
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee
@@ -43,7 +44,7 @@ from hf_qknorm.scheme import Scheme
 METHODS = ("ones", "moments")
 MAX_TOKENS = 262_144
 FOLD_BATCHES = 16  # enough for the mean σ that folded projections are scaled to
-LOSS_BATCHES = 8  # the most batches, of at most a tenth of all, that are held out to judge gains and knee by
+HELD_OUT = 4, 64  # the fewest and most sequences, of an eighth of all, that gains and knee are judged by
 
 Knee = float | Literal["auto"]
 
@@ -74,13 +75,13 @@ def calibrate(
     "ones" resets the gains.
 
     `knee` is a number, as an export needs (0 for plain norms), or "auto": 1.5 times the least of `KNEES` in
-    `calibration.knees` that costs at most `max_loss_increase` nats per token (by default 0.005) on batches left out;
-    the margin is for text of other kinds. The cost is the rise in loss, or the KL from the unpatched model if that is
-    larger; a model that predicts no tokens is judged by the relative error of its last hidden states, of at most 0.05
-    (`output_error` in the report). The search sets a sharpness of 8 where the scheme's is 1, RMSNorm's form, whose knee
-    costs more at any bound. None means "auto" if no method is given and the scheme has gains, keeps the norm in front
-    of attention, and has no knee; otherwise the scheme's knee. With ten batches or more, "auto" takes about two forward
-    passes a batch.
+    `calibration.knees` that costs at most `max_loss_increase` nats per token (by default 0.005) on an eighth of the
+    sequences, which the fit leaves out; the margin is for text of other kinds. The cost is the rise in loss, or the KL
+    from the unpatched model if that is larger; a model that predicts no tokens is judged by the relative error of its
+    last hidden states, of at most 0.05 (`output_error` in the report). The search sets a sharpness of 8 where the
+    scheme's is 1, RMSNorm's form, whose knee costs more at any bound. None means "auto" if no method is given and the
+    scheme has gains, keeps the norm in front of attention, and has no knee; otherwise the scheme's knee. "auto" takes
+    about two forward passes over the text.
 
     A PEFT model is calibrated with its adapters in place, and its trained copies of the norms are set. With
     DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
@@ -143,7 +144,7 @@ def calibrate(
 
 
 class _Sample(NamedTuple):
-    """The batches of a calibration: all, the ones for gains, and the ones that judge knee and gains."""
+    """The batches of a calibration: all, the ones for gains, and those that judge knee and gains."""
 
     whole: Batches
     fitted: Batches
@@ -154,8 +155,8 @@ class _Sample(NamedTuple):
         """Divide the batches. Raises ValueError for too few tokens to predict, and without labels that are needed."""
         check_inputs(model, batches)
         check_batches(batches, model.config)
-        count = min(LOSS_BATCHES, max(len(batches) // 10, 1))
-        return cls(batches, batches[count:] or batches, batches[:count])
+        others, judging = divided(batches, *HELD_OUT)
+        return cls(batches, others or batches, judging)
 
 
 def _set_norms(
@@ -168,7 +169,8 @@ def _set_norms(
         return ClosedFormGains(model, text, expected_powers(model, held_out[:1], ranks), knees, ranks)
 
     _reset_norms(model, whole)
-    base, fresh = predictions(model, held_out)
+    kept: list[ModelOutput] = []  # of the unpatched model
+    base, fresh = predictions(model, held_out, kept)
     tried: dict[float, Prediction] = {}
     if isinstance(knee, str):
         sharpen(model)
@@ -176,7 +178,7 @@ def _set_norms(
         if base is None:
             search_outputs(gains, held_out)
         else:
-            tried = search_knee(gains, held_out, base, limit)
+            tried = search_knee(gains, held_out, base, limit, kept)
     elif method != "ones" or knee:
         closed_form(whole, float(knee)).apply(float(knee), gains=method != "ones")
     return fresh, tried

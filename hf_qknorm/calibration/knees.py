@@ -42,17 +42,17 @@ def with_margin(knee: float, knees: Sequence[float] = KNEES) -> float:
 
 
 def search_knee(
-    gains: ClosedFormGains, held_out: Batches, base: Prediction, max_cost: float | None
+    gains: ClosedFormGains, held_out: Batches, base: Prediction, max_cost: float | None, kept: list[ModelOutput]
 ) -> dict[float, Prediction]:
     """Set the knee `with_margin` over the smallest of `KNEES` whose cost on `held_out` is at most `max_cost` nats.
 
     Returns the predictions by knee. The cost falls as the knee grows, so the search bisects. The default is `LIMIT`. If
-    every knee costs more than that, because of a cap for example, the largest one's cost is added to it.
+    every knee costs more than that, because of a cap for example, the largest one's cost is added to it. `kept` is as
+    for `predictions`.
 
     Raises ValueError if every knee costs more than a given `max_cost`.
     """
     tried: dict[float, Prediction] = {}
-    kept: list[ModelOutput] = []
 
     def cost_at(knee: float) -> float:
         if knee not in tried:

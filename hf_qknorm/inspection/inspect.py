@@ -31,7 +31,6 @@ from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
 
-JUDGED: Final = 8  # of so many sequences one judges schemes and knees
 SWEPT: Final = tuple(knee for knee in KNEES if knee >= 1)
 
 
@@ -69,7 +68,7 @@ def inspect_model(
         with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
             found = _measure(model, names, batches, cap, compared=not unpatched)
         if unpatched and found.base is not None:
-            judged = _judged(batches)
+            _, judged = text.divided(batches)
             kept: list[ModelOutput] = []  # of the unpatched model
             found = replace(found, trials=_scheme_trials(model, judged, found, kept, found.base.loss))
             found = replace(found, knees=_knee_trials(model, judged, found, kept))
@@ -133,12 +132,6 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
         latent=first.family.latent,
         own_cap=first.softcap,
     )
-
-
-def _judged(batches: Batches) -> Batches:
-    """An eighth of the sequences, at least one."""
-    rows = [(batch, i) for batch in batches for i in range(len(batch["input_ids"]))]
-    return [{name: x[i : i + 1] for name, x in batch.items()} for batch, i in rows[::JUDGED]]
 
 
 def _scheme_trials(

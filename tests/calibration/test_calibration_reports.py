@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
+from hf_qknorm.calibration.calibrate import HELD_OUT
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.measure.bounds import logit_bound
 from hf_qknorm.measure.predictions import evaluate
+from hf_qknorm.measure.text import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.tiny import tiny_model
@@ -61,18 +63,19 @@ def test_reports_name_hub_repositories_and_no_local_paths(tmp_path, monkeypatch)
 def test_reports_count_the_tokens_of_the_evaluation():
     model = patch_model(tiny_model("llama"), "qk_norm")
     report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)], method="ones")
-    assert (report.tokens, report.judged) == (160, 40)
-    report = calibrate(model, [tokens(2, 20)], method="ones")
-    assert (report.tokens, report.judged) == (40, 40)
+    assert (report.tokens, report.judged) == (160, 80)
+    report = calibrate(model, [tokens(1, 20)], method="ones")
+    assert (report.tokens, report.judged) == (20, 20)
 
 
 def test_reports_have_statistics_before_and_after_and_gains():
     batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
     model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", gain="per_head"))
     report = calibrate(model, batches, method="moments")
+    _, judged = divided(batches, *HELD_OUT)
     with as_unpatched(model):
-        before = evaluate(model, batches[:1], 50.0, compared=False).after  # of three batches, one is for the evaluation
-    after = evaluate(model, batches[:1], 50.0, compared=False).after
+        before = evaluate(model, judged, 50.0, compared=False).after
+    after = evaluate(model, judged, 50.0, compared=False).after
     assert list(report.layers) == list(patched_layers(model))
     for name, layer in patched_layers(model).items():
         got = report.layers[name]
@@ -89,7 +92,7 @@ def test_reports_have_bounds_and_shares_beyond_the_knee():
     batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
     model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", knee=1.0))
     report = calibrate(model, batches, method="moments")
-    after = evaluate(model, batches[:1], 50.0, compared=False).after
+    after = evaluate(model, divided(batches, *HELD_OUT)[1], 50.0, compared=False).after
     for name, layer in patched_layers(model).items():
         got = report.layers[name]
         assert got.bound == logit_bound(layer) > max(got.after.max_logit)

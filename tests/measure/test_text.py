@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.measure.text import as_batches, load_text, regrouped, sample_batches, tokenize
+from hf_qknorm.measure.text import as_batches, divided, load_text, regrouped, sample_batches, tokenize
 
 
 def test_the_default_text_is_the_standard_library():
@@ -156,10 +156,22 @@ def test_a_tokenizer_that_returns_no_tokens_is_named():
 def test_regrouping_keeps_the_order_and_separates_batches_of_different_form():
     short, masked = torch.arange(6).view(3, 2), {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
     batches = [{"input_ids": short[:1]}, {"input_ids": short[1:]}, masked, {"input_ids": torch.zeros(4, 3)}]
-    found = regrouped(batches, 2, least=1)
+    found = regrouped(batches, 2)
     assert [(*sorted(batch), *batch["input_ids"].shape) for batch in found] == [
         ("input_ids", 2, 2), ("input_ids", 1, 2), ("attention_mask", "input_ids", 2, 3), ("input_ids", 2, 3),
         ("input_ids", 2, 3),
     ]  # fmt: skip
     assert torch.equal(torch.cat([batch["input_ids"] for batch in found[:2]]), short)
-    assert len(regrouped([{"input_ids": torch.ones(64, 2)}], 64)) == 8
+
+
+@pytest.mark.parametrize(
+    ("sequences", "least", "most", "judging"),
+    [(1, 4, 9, 1), (3, 4, 9, 1), (8, 1, None, 1), (8, 4, 9, 4), (24, 1, None, 3), (200, 4, 9, 9), (200, 4, 99, 25)],
+)
+def test_an_eighth_of_the_sequences_judges(sequences, least, most, judging):
+    ids = torch.arange(2 * sequences).view(-1, 2)
+    others, judged = divided([{"input_ids": x} for x in torch.split(ids, 5)], least, most)
+    seen = [torch.cat([batch["input_ids"] for batch in part]) if part else ids[:0] for part in (others, judged)]
+    assert len(seen[1]) == judging
+    assert torch.equal(torch.cat(seen).sort(0).values, ids)
+    assert max(len(batch["input_ids"]) for batch in judged) <= 5
