@@ -26,6 +26,10 @@ Faults happen at half of the run, at the third rate: a batch of random tokens, o
 is the largest held-out loss of the next 20 steps minus that at the fault. A run came back if it ends at most 0.02 nats
 above the same run without the fault.
 
+An arm that is "opened and removed" raises its knee to infinity in the last quarter of the run, and is judged as the
+plain model, after `remove_norms`. `--size real` is for a model of 135 M parameters on a CPU, in 60 steps of 4×256
+tokens.
+
 `--size gpu` first trains a Llama of 60 M parameters on the known text unless a checkpoint is given, and then takes 79 M
 tokens per run; it has not been run yet. With `--minutes` the recipe stops in time and continues when it is called
 again. Writes a page, its runs and plots.

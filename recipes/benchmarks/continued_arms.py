@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 from torch.optim import AdamW, Optimizer
 from transformers import TrainingArguments
 
-from hf_qknorm import MuonClip, QKClip, QuacK, patch_model
+from hf_qknorm import KneeSchedule, MuonClip, QKClip, QuacK, patch_model
 from hf_qknorm.demo.training import decay_groups
 
 DECAY, BETAS = 0.1, (0.9, 0.95)
@@ -30,7 +31,10 @@ STARTS = {
     "soft_cap": Start("soft_cap"),
     "ones": Start("qk_norm_cap"),
     "knee": Start("qk_norm_cap", {"knee": "auto"}),
+    "norms": Start("qk_norm", {"knee": "auto"}),
 }
+LOWERED = KneeSchedule(0.5)  # to plain norms, by half of the run
+OPENED = KneeSchedule(0.25, math.inf, after=0.75)  # in the last quarter; the norms are removed at the end
 
 
 def adamw(model: Any, rate: float, tau: float) -> Optimizer:
@@ -60,7 +64,7 @@ class Arm:
     start: str = "unpatched"
     optimizer: Callable[[Any, float, float], Optimizer] = adamw
     clip: float = 1.0
-    lowered: float = 0.0  # the share of the run in which the knee falls to 0; 0: it stays
+    schedule: KneeSchedule | None = None  # None: the knee stays
 
 
 ARMS = {
@@ -69,11 +73,12 @@ ARMS = {
     "soft_cap": Arm("soft_cap"),
     "qk_norm_cap, ones": Arm("ones"),
     "qk_norm_cap, knee": Arm("knee"),
-    "qk_norm_cap, knee lowered": Arm("knee", lowered=0.5),
+    "qk_norm_cap, knee lowered": Arm("knee", schedule=LOWERED),
+    "qk_norm, opened and removed": Arm("norms", schedule=OPENED),
     "QK-Clip 30": Arm(optimizer=partial(qk_clip, threshold=30.0)),
     "QK-Clip 100": Arm(optimizer=partial(qk_clip, threshold=100.0)),
     "Muon": Arm(optimizer=partial(muon, threshold=None)),
     "Muon, QK-Clip 100": Arm(optimizer=partial(muon, threshold=100.0)),
-    "Muon, knee lowered": Arm("knee", partial(muon, threshold=None), lowered=0.5),
+    "Muon, knee lowered": Arm("knee", partial(muon, threshold=None), schedule=LOWERED),
     "QuacK": Arm(optimizer=quack),
 }

@@ -20,6 +20,7 @@ STYLES = {
     "qk_norm_cap, ones": ("#7aa6c2", "--", "v"),
     "qk_norm_cap, knee": ("#2a7f9e", "-", "v"),
     "qk_norm_cap, knee lowered": ("#12476b", "-", "^"),
+    "qk_norm, opened and removed": ("#5bb0a0", "-.", ">"),
     "QK-Clip 30": ("#d9a441", "-", "P"),
     "QK-Clip 100": ("#d9a441", "--", "P"),
     "Muon": ("#8d5a97", "-", "X"),
@@ -27,7 +28,7 @@ STYLES = {
     "Muon, knee lowered": ("#4b2354", "-.", "*"),
     "QuacK": ("#3c8d5a", "-", "d"),
 }  # colours that colour-blind people can tell apart, with a marker each
-FRONT = ("unpatched", "soft_cap", "QK-Clip 30", "QuacK", *(arm for arm in STYLES if arm.startswith("qk_norm_cap")))
+FRONT = ("unpatched", "soft_cap", "QK-Clip 30", "QuacK", *(arm for arm in STYLES if arm.startswith("qk_norm")))
 
 
 def plot_rates(arms: Mapping[str, Grid], ngrams: Mapping[str, float], path: Path) -> None:

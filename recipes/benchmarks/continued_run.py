@@ -18,7 +18,7 @@ from run_log import Row, thinned
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from hf_qknorm import KneeSchedule, calibrate, logit_statistics, patch_model, set_knee
+from hf_qknorm import calibrate, logit_statistics, patch_model, remove_norms, set_knee
 from hf_qknorm.demo.training import byte_tokenizer, mean_loss
 from hf_qknorm.files.atomic_io import new_folder, replace_file, replace_text
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
@@ -53,6 +53,7 @@ class Size:
 SIZES = {
     "quick": Size(6, 2, 32, warmup=2, look=2, looked=1, judged=1, judging=2, layers=1, width=64, base=3),
     "cpu": Size(300, 4, 128, warmup=30, look=25, looked=1, judged=16),
+    "real": Size(60, 4, 256, warmup=6, look=10, looked=1, judged=4, judging=4),  # of 135 M parameters, on a CPU
     "gpu": Size(
         1200, 64, 1024, warmup=100, look=50, looked=2, judged=8, judging=32,
         characters=400_000_000, layers=12, width=640, base=1200,
@@ -131,19 +132,22 @@ class Run:
 
     def train(self, batches: list[Tensor], judging: list[Tensor], state: Path, end: float) -> Row | None:
         """Take the steps; at the time `end` store the run in `state` and return None."""
-        knee = self.model.config.scheme.knee if self.arm.lowered else 0.0
+        schedule = self.arm.schedule
+        knee = self.model.config.scheme.knee if schedule else 0.0
         first = self._resume(state)
         for step, batch in enumerate(batches[first:], first):
-            if self.arm.lowered:
-                set_knee(self.model, KneeSchedule(self.arm.lowered).at(step, self.size.steps, knee))
+            if schedule:
+                set_knee(self.model, schedule.at(step, self.size.steps, knee))
             if time.monotonic() > end:
                 return self._store(state, step)
             if self._looks(step):
                 self.look(step, judging)
             if not math.isfinite(self._step(step, batch)):
                 break
-        if self.arm.lowered:
-            set_knee(self.model, 0.0)
+        if schedule:
+            set_knee(self.model, schedule.target)
+        if schedule and math.isinf(schedule.target):
+            self.model = remove_norms(self.model)
         finite = math.isfinite(self.record["losses"][-1])
         self.look(self.size.steps, judging)
         with self._precision():
@@ -199,8 +203,8 @@ class Run:
         if not state.exists():
             return 0
         stored = torch.load(state, map_location=self.model.device, weights_only=True)
-        if self.arm.lowered:
-            knee = KneeSchedule(self.arm.lowered).at(stored["step"], self.size.steps, self.model.config.scheme.knee)
+        if self.arm.schedule:
+            knee = self.arm.schedule.at(stored["step"], self.size.steps, self.model.config.scheme.knee)
             set_knee(self.model, knee)
         self.model.load_state_dict(stored["model"])
         self.optimizer.load_state_dict(stored["optimizer"])

@@ -37,7 +37,8 @@ def sources(text, tmp_path_factory) -> Sources:
     """A model that was trained for a moment, with all starts; such a model needs no knee, but these tests do."""
     found = Sources(None, text, text, tmp_path_factory.mktemp("work"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(STARTS, "knee", Start("qk_norm_cap", {"method": "moments", "knee": 4.0}))
+        for name, scheme in (("knee", "qk_norm_cap"), ("norms", "qk_norm")):
+            patch.setitem(STARTS, name, Start(scheme, {"method": "moments", "knee": 4.0}))
         assert prepare(found, SIZE, set(STARTS))
     return found
 
@@ -92,8 +93,10 @@ def test_every_arm_trains_and_ends_as_it_should(arm, sources):
 
 
 @pytest.mark.parametrize(
-    "arm", ["unpatched", "qk_norm_cap, knee lowered", "QK-Clip 30", "Muon, QK-Clip 100", "Muon, knee lowered", "QuacK"]
-)
+    "arm",
+    ["unpatched", "qk_norm_cap, knee lowered", "qk_norm, opened and removed", "QK-Clip 30", "Muon, QK-Clip 100",
+     "Muon, knee lowered", "QuacK"],
+)  # fmt: skip
 @pytest.mark.parametrize("pause", [1, 4])
 def test_a_run_in_pieces_is_the_same_run(arm, pause, sources, monkeypatch):
     whole = run_one(settings(arm), sources)
