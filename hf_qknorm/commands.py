@@ -22,7 +22,8 @@ from hf_qknorm.scheme import SCHEMES, field_values
 
 
 def _demo(options: Namespace) -> None:
-    from hf_qknorm.demo.run import Settings, run_demo  # imports matplotlib
+    from hf_qknorm.demo.data import Settings
+    from hf_qknorm.demo.run import run_demo  # imports matplotlib
 
     settings = Settings(**{key: value for key, value in vars(options).items() if key != "command"})
     with _reported(user_path(settings.out, "--out")):

@@ -81,7 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: Any) -> None:
-    about = "train a small model, convert it, train on at two rates, compare and plot; downloads nothing"
+    about = "convert a small model, or --checkpoint; compare, train on at two rates, plot; downloads nothing"
     add = commands.add_parser("demo", help=about).add_argument
     text = "text: a file, a folder, or the name of a Hub dataset; by default Python's standard library"
     add("--data", metavar="TEXT", help=text)
@@ -89,7 +89,7 @@ def _add_demo(commands: Any) -> None:
     schemes = "one of `hf-qknorm schemes`, by default %(default)s"
     add("--scheme", default="qk_norm_cap", type=parse_preset, metavar="PRESET", help=schemes)
     add("--base-steps", type=COUNT, default=120, help="steps of training for the small Llama, by default %(default)s")
-    add("--steps", type=COUNT, default=200, help="steps of continued training, by default %(default)s")
+    add("--steps", type=COUNT, help="steps of continued training, by default 200; none with --checkpoint")
     rate = "the usual learning rate of continued training, by default %(default)s; the demo also trains at ten times it"
     add("--rate", type=POSITIVE, default=1e-3, help=rate)
     files = "folder for results, by default %(default)s"

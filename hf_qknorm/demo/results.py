@@ -10,6 +10,7 @@ from typing import Any
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.training.logit_log import nan_as_inf
 
+QUOTED = 118  # characters of a line with a text
 LEVEL = 5e-4  # nats; smaller differences round to zero
 
 
@@ -63,6 +64,11 @@ class Run:
 
 def _aligned(name: str, *cells: str) -> str:
     return f"   {name:26}" + "".join(f"{cell:>17}" for cell in cells)
+
+
+def quoted(name: str, text: str) -> str:
+    """A line of the table of texts, cut to the width of a terminal."""
+    return f"   {name:12}{text!r}"[:QUOTED]
 
 
 RUN_HEADER = _aligned("", "loss before", "loss after", "largest |logit|")

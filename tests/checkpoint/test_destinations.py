@@ -20,7 +20,8 @@ from hf_qknorm import (
     plan_conversion,
     push_to_hub,
 )
-from hf_qknorm.demo.run import Settings, run_demo
+from hf_qknorm.demo.data import Settings
+from hf_qknorm.demo.run import run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card

@@ -11,7 +11,8 @@ from test_destinations import demo, save
 from transformers import AutoTokenizer
 
 from hf_qknorm import LogitMonitor, cli, patch_model
-from hf_qknorm.demo.run import Settings, run_demo
+from hf_qknorm.demo.data import Settings
+from hf_qknorm.demo.run import run_demo
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.hub.upload_files import open_checkpoint, upload_files

@@ -16,9 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import Calibration, cli
+from hf_qknorm.demo import conversion as demo_conversion
+from hf_qknorm.demo import data as demo_data
 from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.progress import format_seconds
 from hf_qknorm.demo.results import Measured, Run, summary
+from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.scheme import SCHEMES
 from qknorm_tests.tiny import tiny_model
 
@@ -32,7 +35,7 @@ def here(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     small = partial(tiny_model, "llama", vocab_size=257, max_position_embeddings=512)
-    monkeypatch.setattr(demo_run, "small_llama", lambda layers: small())
+    monkeypatch.setattr(demo_data, "small_llama", lambda layers: small())
     return tmp_path
 
 
@@ -53,6 +56,8 @@ def test_a_demo_prints_and_writes_everything(here, capsys):
         assert {key: run["measured"][0][key] for key in ("loss", "max_logit")} == report["conversion"][run["model"]]
         assert f"{run['measured'][-1]['loss']:.3f}" in printed
     assert report["reloaded"] == {"class": "QKNormLlamaForCausalLM", "largest_difference": 0}
+    assert list(report["texts"]) == ["prompt", "unpatched", "calibrated"]
+    assert report["removed"] is None  # plain norms: the random model needs no knee
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(os.listdir(out)) == FILES
     for text in ("It takes about ", "logits differ by 0", "At a rate of 0.01, 10 times 0.001:", "first plot: my demo/"):
@@ -107,7 +112,7 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.costly
 def test_a_demo_that_is_interrupted_before_its_conversion_changes_nothing(here, capsys, monkeypatch):
-    monkeypatch.setattr(demo_run.subprocess, "run", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(demo_conversion.subprocess, "run", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     assert cli.main(DEMO) == 130
     assert capsys.readouterr().err.rpartition("hf-qknorm: ")[2] == "stopped by SIGINT: nothing was written\n"
     assert os.listdir() == ["corpus.txt"]
@@ -129,13 +134,25 @@ def test_a_demo_of_other_schemes(here, capsys, scheme):
     assert "before any cap" in capsys.readouterr().out or scheme == "soft_cap"
 
 
+def test_a_checkpoint_is_converted_and_not_trained(here, capsys):
+    tiny_model("llama", vocab_size=257, max_position_embeddings=512, initializer_range=0.5).save_pretrained("source")
+    byte_tokenizer().save_pretrained("source")
+    assert cli.main(["demo", "--data", "corpus.txt", "--checkpoint", "source", "--out", "out"]) == 0
+    report, printed = json.loads((here / "out" / "report.json").read_text()), capsys.readouterr().out
+    assert report["runs"] == []
+    assert f"held-out loss is {report['removed']:.3f}" in printed
+    assert "trained on" not in printed
+    for name, text in report["texts"].items():
+        assert f"   {name:12}{text!r}"[:118] in printed
+
+
 @pytest.mark.parametrize(("checkpoint", "expected"), [(None, 1), ("CKPT", 2)])
 def test_the_small_llama_computes_with_one_thread(here, monkeypatch, checkpoint, expected):
     monkeypatch.setattr(demo_run, "_run", lambda *_: {"threads": torch.get_num_threads()})
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert demo_run.run_demo(demo_run.Settings(checkpoint=checkpoint)) == {"threads": expected}
+        assert demo_run.run_demo(demo_data.Settings(checkpoint=checkpoint)) == {"threads": expected}
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)

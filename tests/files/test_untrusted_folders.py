@@ -14,7 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
-from hf_qknorm.demo.run import Settings, run_demo
+from hf_qknorm.demo.data import Settings
+from hf_qknorm.demo.run import run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.inspection.inspect import inspect_checkpoint
