@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.families.fused import output_dense
-from hf_qknorm.families.inline import Attended, heads
-from hf_qknorm.families.separate import output_out_proj
+from hf_qknorm.families.inline import Attended
+from hf_qknorm.families.separate import heads, output_dense, output_out_proj
 from hf_qknorm.families.style import Projected, Style, split_heads
 
 

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.families import fused, separate
-from hf_qknorm.families.learned import output as output_c_proj
-from hf_qknorm.families.partial import rotate_part
-from hf_qknorm.families.separate import output_out_proj
-from hf_qknorm.families.style import FROM_5_24, QKV, Projected, Rotated, Style, split_heads
+from hf_qknorm.families import fused
+from hf_qknorm.families.rotary import rotate_part
+from hf_qknorm.families.separate import heads, output_dense, output_out_proj, project
+from hf_qknorm.families.style import FROM_5_24, QKV, Projected, Rotated, Style
 
 Attended = tuple[Tensor, Tensor]
 
@@ -43,10 +42,6 @@ def dropped(module: Any, attended: Tensor) -> Tensor:
 
 def attention_heads(module: Any) -> tuple[int, int, int]:
     return module.num_attention_heads, module.num_attention_heads, module.head_dim
-
-
-def heads(module: Any) -> tuple[int, int, int]:
-    return module.num_heads, module.num_heads, module.head_dim
 
 
 def rotate_sinusoidal(
@@ -141,10 +136,6 @@ def attend_xglm(
     return attend_in_batch(module, q, k, v, weigh=weigh, dropout=dropout)
 
 
-def project_xlm(module: Any, hidden_states: Tensor) -> Projected:
-    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in WEIGHTS_XLM)
-
-
 def attend_xlm(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, dropout: float = 0.0, **options: Any
 ) -> Attended:
@@ -176,7 +167,7 @@ def forward_japanese(shared: Callable[..., Any], module: Any, *args: Any, **kwar
     return *shared(*args, **kwargs), module.dense_bias
 
 
-GPTJ = Style(separate.project, dropped, QKV, rotate=rotate_sinusoidal, heads=attention_heads)
+GPTJ = Style(project, dropped, QKV, rotate=rotate_sinusoidal, heads=attention_heads)
 if not FROM_5_24:
     GPTJ = replace(
         GPTJ,
@@ -187,7 +178,7 @@ if not FROM_5_24:
     )
 CODEGEN = replace(GPTJ, project=project_codegen, weights=("qkv_proj",), interleaved=lambda module: None)
 GPT_NEO = Style(
-    separate.project,
+    project,
     dropped,
     QKV,
     inline=True,
@@ -200,7 +191,7 @@ GPT_NEO = Style(
 )
 OPENAI = Style(
     project_openai,
-    output_c_proj,
+    fused.output_c_proj,
     ("c_attn",),
     forward=forward_openai,
     inline=True,
@@ -212,7 +203,7 @@ OPENAI = Style(
     length=lambda module: module.n_positions,
 )
 XGLM = Style(
-    separate.project,
+    project,
     output_out_proj,
     QKV,
     inline=True,
@@ -223,7 +214,7 @@ XGLM = Style(
 )
 JAPANESE = Style(
     fused.project_neox,
-    fused.output_dense,
+    output_dense,
     ("query_key_value",),
     forward=forward_japanese,
     inline=True,
@@ -234,11 +225,10 @@ JAPANESE = Style(
     scale=lambda module: 1.0 / module.norm_factor,
     interleaved=lambda module: True,
 )
-WEIGHTS_XLM = ("q_lin", "k_lin", "v_lin")
 XLM = Style(
-    project_xlm,
+    project,
     lambda module, attended: module.out_lin(attended),
-    WEIGHTS_XLM,
+    ("q_lin", "k_lin", "v_lin"),
     forward=forward_xlm,
     inline=True,
     dropout=lambda module: module.dropout,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,9 +12,7 @@ from hf_qknorm.families.style import QKV, Projected, Style, split_heads
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
-    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    q, k, v = module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)
-    return q.view(shape), k.view(shape), v.view(shape)
+    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in module.family.style.weights)
 
 
 def output(module: Any, attended: Tensor) -> Tensor:
@@ -61,6 +60,25 @@ def has_window(module: Any) -> bool:
     return module.sliding_window is not None
 
 
+def heads(module: Any) -> tuple[int, int, int]:
+    return module.num_heads, module.num_heads, module.head_dim
+
+
+def output_dense(module: Any, attended: Tensor) -> Tensor:
+    return module.dense(attended)
+
+
+def forward_ctrl(shared: Callable[..., Any], module: Any, v: Tensor, k: Tensor, q: Tensor, **kwargs: Any) -> Any:
+    """CTRL: its layers pass the same tensor three times."""
+    return shared(q, **kwargs)
+
+
+def unsupported_zamba2(config: Any) -> str | None:
+    """Return the reason why a model with this config can't be patched, or None."""
+    reason = "use_shared_attention_adapter=True: each layer adds projections of its own to a shared attention"
+    return reason if config.use_shared_attention_adapter else None
+
+
 LLAMA = Style(project, output, QKV)
 MLLAMA = replace(LLAMA, dropout=lambda module: module.dropout)
 STARCODER2 = Style(project, output_dropped, QKV)
@@ -73,3 +91,23 @@ JAMBA = Style(project, output, QKV, rotates=lambda module: False)
 COHERE2 = Style(project, output, QKV, rotates=has_window)
 COHERE2_MOE = Style(project, output, QKV, rotates=lambda module: has_window(module) or module.force_rope)
 SMOLLM3 = Style(project, output, QKV, rotates=lambda module: bool(module.use_rope))
+CTRL = Style(
+    project,
+    output_dense,
+    ("Wq", "Wk", "Wv"),
+    forward=forward_ctrl,
+    dropout=lambda module: 0.0,  # the model applies none
+    heads=heads,
+    length=lambda module: module.config.n_positions,
+)
+OPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout, prescaled=True)
+BIOGPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout)
+# Several layers of Zamba share an attention module, and each has its own index in the cache.
+ZAMBA = Style(
+    project,
+    output,
+    QKV,
+    rotates=lambda module: False,
+    slot=lambda module, layer_idx, **_: layer_idx,
+)
+ZAMBA2 = replace(ZAMBA, rotates=lambda module: module.config.use_mem_rope)
