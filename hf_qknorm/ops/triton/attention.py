@@ -36,8 +36,8 @@ from hf_qknorm.ops.triton.launch import (
     tiles,
     uses_pointers,
 )
-from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
-from hf_qknorm.ops.triton.raw_gradient import RawGradient
+from hf_qknorm.ops.triton.norm_rope import PreparedHeads
+from hf_qknorm.ops.triton.parts import RawGradient
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible, laid_out
 
 
