@@ -15,12 +15,17 @@ from typing import Any, Final
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hf_qknorm.families import alibi, encoder, fused, gated, indexed, inline, latent, normed, rotary, separate, seq2seq
-from hf_qknorm.families.family import Family, by_kind, by_layer, everywhere
+from hf_qknorm.families.family import Family, by_kind, by_layer, everywhere, without
 from hf_qknorm.families.refused import BY_TOWER, REFUSED
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.scheme import Scheme
 
 __all__ = ["BY_TOWER", "FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
+
+NO_ALIBI: Final = without("alibi", "the model computes its position bias from the mask of its own attention")
+NO_ADAPTER: Final = without(
+    "use_shared_attention_adapter", "each layer adds projections of its own to a shared attention"
+)
 
 FAMILIES: Final[dict[str, Family]] = {
     "afmoe": Family("AfmoeAttention", gated.AFMOE, own_norms=True, slides=by_layer),
@@ -50,7 +55,7 @@ FAMILIES: Final[dict[str, Family]] = {
         "",
         None,
         causal="!is_encoder_decoder",
-        unsupported=seq2seq.unsupported_bigbird,
+        unsupported=without("is_encoder_decoder", "its encoder selects blocks of keys"),
     ),
     "biogpt": Family("BioGptAttention", separate.BIOGPT, "layer", "self_attn_layer_norm"),
     "bitnet": Family("BitNetAttention", separate.BITNET),
@@ -85,7 +90,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "ernie4_5_moe": Family("Ernie4_5_MoeAttention", separate.LLAMA, rope="pairs_by_halves"),
     "exaone4": Family("Exaone4Attention", normed.EXAONE4, own_norms=True, slides=by_kind),
     "exaone_moe": Family("ExaoneMoeAttention", normed.EXAONE4, own_norms=True, slides=by_kind),
-    "falcon": Family("FalconAttention", alibi.FALCON, "layer", "", unsupported=alibi.unsupported_falcon),
+    "falcon": Family("FalconAttention", alibi.FALCON, "layer", "", unsupported=NO_ALIBI),
     "falcon_h1": Family("FalconH1Attention", separate.FALCON_H1, pre_norm=""),
     "flex_olmo": Family("FlexOlmoAttention", normed.OLMO2, own_norms=True),
     "flint": Family("FlintAttention", normed.FLINT, own_norms=True, slides=by_layer),
@@ -165,7 +170,7 @@ FAMILIES: Final[dict[str, Family]] = {
         "",
         None,
         causal="!is_encoder_decoder",
-        unsupported=seq2seq.unsupported_mvp,
+        unsupported=without("use_prompt", "its prompts are keys that no projection computes"),
     ),
     "nanochat": Family("NanoChatAttention", normed.NANOCHAT, rope=None, own_norms=True),
     "nemotron": Family("NemotronAttention", separate.LLAMA, "layer", gain_plus_one=True),
@@ -211,7 +216,7 @@ FAMILIES: Final[dict[str, Family]] = {
         "",
         None,
         causal="is_decoder",
-        unsupported=encoder.unsupported_roformer,
+        unsupported=encoder.unmasked_decoder,
     ),
     "seed_oss": Family("SeedOssAttention", separate.STARCODER2),
     "siglip_text_model": Family("SiglipAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
@@ -233,7 +238,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "xmod": Family("XmodSelfAttention", encoder.BERT, "layer", "", causal="is_decoder"),
     "youtu": Family("YoutuAttention", latent.DEEPSEEK_V3, latent=True, rope=None),
     "zamba": Family("ZambaAttention", separate.ZAMBA, pre_norm=""),
-    "zamba2": Family("Zamba2Attention", separate.ZAMBA2, pre_norm="", unsupported=separate.unsupported_zamba2),
+    "zamba2": Family("Zamba2Attention", separate.ZAMBA2, pre_norm="", unsupported=NO_ADAPTER),
     "zaya": Family("ZayaAttention", normed.ZAYA, own_norms=True, slides=by_layer),
 }
 

@@ -56,10 +56,6 @@ def project_bigcode(module: Any, hidden_states: Tensor) -> Projected:
     return split_heads(module, q), k.unsqueeze(2), v.unsqueeze(2)
 
 
-def heads_bigcode(module: Any) -> tuple[int, int, int]:
-    return module.num_heads, 1 if module.multi_query else module.num_heads, module.head_dim
-
-
 PHI3 = Style(project_phi3, output, weights=("qkv_proj",))
 NEOX = Style(project_neox, output_dense, weights=("query_key_value",), interleaved=lambda module: True)
 DBRX = Style(project_dbrx, output_out_proj, weights=("Wqkv",))
@@ -69,6 +65,6 @@ BIGCODE = Style(
     output_c_proj,
     ("c_attn",),
     dropout=lambda module: module.attn_dropout,
-    heads=heads_bigcode,
+    heads=lambda module: (module.num_heads, 1 if module.multi_query else module.num_heads, module.head_dim),
     interleaved=lambda module: not module.multi_query,
 )

@@ -144,11 +144,7 @@ def forward_qwen4(
     return shared(hidden_states, mask, positions, past_key_values, **kwargs)
 
 
-COMMON: dict[str, Any] = latent.COMMON | {
-    "forward": forward,
-    "arguments": ("latents",),
-    "reads_masks": True,
-}
+COMMON: dict[str, Any] = latent.COMMON | {"forward": forward, "arguments": ("latents",), "reads_masks": True}
 DEEPSEEK_V32 = Style(project, output, rotate=latent.rotate_pairs, **COMMON)
 AXK2 = replace(DEEPSEEK_V32, project=project_axk2, output=output_axk2)
 DOTS3 = replace(

@@ -107,13 +107,7 @@ def forward_openai(
 
 
 def attend_in_batch(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    weigh: Callable[[Tensor], Tensor],
-    dropout: float = 0.0,
+    module: Any, q: Tensor, k: Tensor, v: Tensor, *, weigh: Callable[[Tensor], Tensor], dropout: float = 0.0
 ) -> Attended:
     """As models that fold the heads into the batch; `weigh` maps logits `[B, H, T, S]` to weights."""
     shape = q.shape[:3]

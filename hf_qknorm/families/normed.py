@@ -236,11 +236,4 @@ INKLING = Style(
     heads=lambda module: (module.num_heads, module.num_key_value_heads, module.head_dim),
     query_scale=query_scale_inkling,
 )
-DOGE = Style(
-    project,
-    output,
-    QKV,
-    eager=lambda module: attend_doge,
-    bias=bias_doge,
-    reads_masks=True,
-)
+DOGE = Style(project, output, QKV, eager=lambda module: attend_doge, bias=bias_doge, reads_masks=True)

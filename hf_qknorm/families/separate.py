@@ -73,12 +73,6 @@ def forward_ctrl(shared: Callable[..., Any], module: Any, v: Tensor, k: Tensor, 
     return shared(q, **kwargs)
 
 
-def unsupported_zamba2(config: Any) -> str | None:
-    """Return the reason why a model with this config can't be patched, or None."""
-    reason = "use_shared_attention_adapter=True: each layer adds projections of its own to a shared attention"
-    return reason if config.use_shared_attention_adapter else None
-
-
 LLAMA = Style(project, output, QKV)
 MLLAMA = replace(LLAMA, dropout=lambda module: module.dropout)
 STARCODER2 = Style(project, output_dropped, QKV)
@@ -103,11 +97,5 @@ CTRL = Style(
 OPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout, prescaled=True)
 BIOGPT = Style(project, output_out_proj, QKV, dropout=lambda module: module.dropout)
 # Several layers of Zamba share an attention module, and each has its own index in the cache.
-ZAMBA = Style(
-    project,
-    output,
-    QKV,
-    rotates=lambda module: False,
-    slot=lambda module, layer_idx, **_: layer_idx,
-)
+ZAMBA = Style(project, output, QKV, rotates=lambda module: False, slot=lambda module, layer_idx, **_: layer_idx)
 ZAMBA2 = replace(ZAMBA, rotates=lambda module: module.config.use_mem_rope)

@@ -43,16 +43,6 @@ def attend(
     return attend_in_batch(module, q, k, v, weigh=weigh, dropout=dropout)
 
 
-def unsupported_mvp(config: Any) -> str | None:
-    """Return the reason why a model with this config can't be patched, or None."""
-    return "use_prompt=True: its prompts are keys that no projection computes" if config.use_prompt else None
-
-
-def unsupported_bigbird(config: Any) -> str | None:
-    """Return the reason why a model with this config can't be patched, or None."""
-    return "is_encoder_decoder=True: its encoder selects blocks of keys" if config.is_encoder_decoder else None
-
-
 def _split(module: Any, x: Tensor) -> Tensor:
     return x.view(*x.shape[:-1], -1, module.key_value_proj_dim)
 
@@ -108,12 +98,7 @@ def _position_bias(module: Any, hidden_states: Tensor, states: Tensor | None, ca
 
 
 BART = Style(
-    project,
-    output_out_proj,
-    QKV,
-    project_across=project_across,
-    dropout=lambda module: module.dropout,
-    heads=heads,
+    project, output_out_proj, QKV, project_across=project_across, dropout=lambda module: module.dropout, heads=heads
 )
 BIGBIRD = replace(BART, forward=forward_by_role)
 WHISPER = replace(BART, prescaled=True, length=lambda module: module.config.max_target_positions)
