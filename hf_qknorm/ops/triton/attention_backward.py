@@ -12,15 +12,7 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.arguments import Sizes
-from hf_qknorm.ops.triton.head_tiles import (
-    add_weighted,
-    both_parts,
-    load_tile,
-    products,
-    scaled,
-    store_tile,
-    zero_tile,
-)
+from hf_qknorm.ops.triton.head_tiles import add_weighted, both_parts, load_tile, products, scaled, store_tile, zero_tile
 from hf_qknorm.ops.triton.score_math import (
     QueryRows,
     drop,
