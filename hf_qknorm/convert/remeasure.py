@@ -16,18 +16,11 @@ from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import has_tokenizer
+from hf_qknorm.measure import text
 from hf_qknorm.measure.distributed import gather_batches, ranks_of, unwrap
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, layer_reports, loss_of, require_causal
-from hf_qknorm.measure.text import (
-    batches_for,
-    check_batches,
-    check_text,
-    context_length,
-    longest_sequence,
-    sequence_length,
-)
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
@@ -55,9 +48,9 @@ def remeasure(
     if not isinstance(bare, QKNormModel):
         raise ValueError(f"{type(bare).__name__} is not patched: call patch_model(model, scheme) first")
     require_causal(bare.config)
-    batches = batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
+    batches = text.batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     batches = gather_batches(batches, max_tokens, ranks)
-    check_batches(batches, bare.config)
+    text.check_batches(batches, bare.config)
     cap = bare.config.attn_logit_softcapping or CAP
     training = bare.training
     bare.eval()
@@ -78,8 +71,8 @@ def remeasure(
         judged=tokens,
         base_model=(record_of(bare) or {}).get("base_model"),
         dataset=hub_name(data) if isinstance(data, str) else None,
-        length=longest_sequence(batches),
-        context=context_length(bare.config),
+        length=text.longest_sequence(batches),
+        context=text.context_length(bare.config),
     )
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())
@@ -92,7 +85,7 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
     Raises, before the weights are read, FileNotFoundError for a folder, a tokenizer or a text that does not exist, and
     ValueError for broken weights, a model that is not patched, an impossible length, and too little text.
     """
-    check_text(texts)
+    text.check_text(texts)
     with open_source(folder) as source:
         if not isinstance(source.config, QKNormConfig):
             raise ValueError(f"{folder} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert)")
@@ -100,7 +93,7 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
             raise FileNotFoundError(
                 f"{folder} has no tokenizer, which a measurement needs: save one there (tokenizer.save_pretrained)"
             )
-        length = sequence_length(source.config, length)
+        length = text.sequence_length(source.config, length)
         with loaded_with_text(source, texts, tokens, length) as (model, batch, sequences):
             report = remeasure(model, [batch], max_tokens=tokens, batch_size=sequences, length=length)
             names = [*own_tensors(model)]
@@ -143,7 +136,7 @@ def export_measured(
     Raises ValueError, with nothing written, if the loss rises by more than `max_loss_increase` nats per token (None
     means no limit), and what `export_native` raises.
     """
-    check_text(texts)
+    text.check_text(texts)
     folder, destination = user_path(src, "src"), user_path(dst, "dst")
     check_folder(destination, overwrite=overwrite, sources=[folder])
     before = _loss(folder, texts, tokens, length)
@@ -166,6 +159,8 @@ def export_measured(
 def _loss(folder: Path, texts: str, tokens: int, length: int | None) -> float:
     """The loss of a checkpoint's model on a text."""
     with open_source(folder) as source:
-        length = sequence_length(source.config, length)
+        length = text.sequence_length(source.config, length)
         with loaded_with_text(source, texts, tokens, length) as (model, row, sequences):
-            return loss_of(model, batches_for(model, [row], None, batch=sequences, length=length, max_tokens=tokens))
+            return loss_of(
+                model, text.batches_for(model, [row], None, batch=sequences, length=length, max_tokens=tokens)
+            )
