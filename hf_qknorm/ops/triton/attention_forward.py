@@ -113,7 +113,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
 
-    Several parts store results of their own, in heads H·parts, which `parts.combine_parts_kernel` combines.
+    Several parts store results of their own, in heads H·parts, which `shared_blocks.combine_parts_kernel` combines.
 
     With BEYOND there are two loops, one after the other, and one is empty: C serves the groups of heads whose
     scores are within the limit, BEYOND the others. The branches of a condition would double the shared memory.
