@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_qknorm.families.separate import output, output_out_proj, project
-from hf_qknorm.families.style import QKV, Projected, Rotated, Style
+from hf_qknorm.families.separate import output_out_proj
+from hf_qknorm.families.style import Projected, Rotated, Style
 
 WEIGHTS = ("query", "key", "value")
 
@@ -113,5 +113,5 @@ ROFORMER = replace(
     rotate=rotate_roformer,
     length=lambda module: module.config.max_position_embeddings,
 )
-VIT = Style(project, output, QKV, length=length)
+VIT = Style(length=length)
 CLIP = replace(VIT, output=output_out_proj, dropout=lambda module: module.dropout, scale=lambda module: module.scale)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_qknorm.families.separate import output, output_dense, output_out_proj
+from hf_qknorm.families.separate import output_dense, output_out_proj
 from hf_qknorm.families.style import Projected, Style, split_heads
 
 
@@ -56,7 +56,7 @@ def project_bigcode(module: Any, hidden_states: Tensor) -> Projected:
     return split_heads(module, q), k.unsqueeze(2), v.unsqueeze(2)
 
 
-PHI3 = Style(project_phi3, output, weights=("qkv_proj",))
+PHI3 = Style(project_phi3, weights=("qkv_proj",))
 NEOX = Style(project_neox, output_dense, weights=("query_key_value",), interleaved=lambda module: True)
 DBRX = Style(project_dbrx, output_out_proj, weights=("Wqkv",))
 GPT2 = Style(project_gpt2, output_c_proj, ("c_attn",), dropout=lambda module: module.attn_dropout.p, eager=eager_gpt2)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from hf_qknorm.families import fused
 from hf_qknorm.families.rotary import rotate_part
-from hf_qknorm.families.separate import heads, output_dense, output_out_proj, project
-from hf_qknorm.families.style import FROM_5_24, QKV, Projected, Rotated, Style
+from hf_qknorm.families.separate import heads, output_dense, output_out_proj
+from hf_qknorm.families.style import FROM_5_24, Projected, Rotated, Style
 
 Attended = tuple[Tensor, Tensor]
 
@@ -161,7 +161,7 @@ def forward_japanese(shared: Callable[..., Any], module: Any, *args: Any, **kwar
     return *shared(*args, **kwargs), module.dense_bias
 
 
-GPTJ = Style(project, dropped, QKV, rotate=rotate_sinusoidal, heads=attention_heads)
+GPTJ = Style(output=dropped, rotate=rotate_sinusoidal, heads=attention_heads)
 if not FROM_5_24:
     GPTJ = replace(
         GPTJ,
@@ -172,9 +172,7 @@ if not FROM_5_24:
     )
 CODEGEN = replace(GPTJ, project=project_codegen, weights=("qkv_proj",), interleaved=lambda module: None)
 GPT_NEO = Style(
-    project,
-    dropped,
-    QKV,
+    output=dropped,
     inline=True,
     dropout=lambda module: module.attn_dropout.p,
     eager=lambda module: attend_by_method,
@@ -197,9 +195,7 @@ OPENAI = Style(
     length=lambda module: module.n_positions,
 )
 XGLM = Style(
-    project,
-    output_out_proj,
-    QKV,
+    output=output_out_proj,
     inline=True,
     dropout=lambda module: module.dropout,
     eager=lambda module: attend_xglm,
@@ -220,9 +216,8 @@ JAPANESE = Style(
     interleaved=lambda module: True,
 )
 XLM = Style(
-    project,
-    lambda module, attended: module.out_lin(attended),
-    ("q_lin", "k_lin", "v_lin"),
+    output=lambda module, attended: module.out_lin(attended),
+    weights=("q_lin", "k_lin", "v_lin"),
     forward=forward_xlm,
     inline=True,
     dropout=lambda module: module.dropout,

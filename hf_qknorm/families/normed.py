@@ -13,27 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.families import separate
-from hf_qknorm.families.separate import clip, has_window, output, output_out_proj
-from hf_qknorm.families.style import CACHE, QKV, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families.separate import clip, has_window, output_out_proj
+from hf_qknorm.families.style import CACHE, Projected, Rotated, Style, project, rotate, split_heads
 
 
-def project(module: Any, hidden_states: Tensor) -> Projected:
+def project_normed(module: Any, hidden_states: Tensor) -> Projected:
     """Qwen 3: each head by itself."""
-    q, k, v = separate.project(module, hidden_states)
+    q, k, v = project(module, hidden_states)
     return module.q_norm(q), module.k_norm(k), v
 
 
 def project_transposed(module: Any, hidden_states: Tensor) -> Projected:
     """Apertus, Gemma 3, EXAONE 4: as Qwen 3, in the layout `[B, H, T, D]`, whose sums of gradients match."""
-    q, k, v = (x.transpose(1, 2) for x in separate.project(module, hidden_states))
+    q, k, v = (x.transpose(1, 2) for x in project(module, hidden_states))
     q, k = module.q_norm(q), module.k_norm(k)
     return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 def project_if_configured(module: Any, hidden_states: Tensor) -> Projected:
     """Cohere, GLM-4 MoE: as Qwen 3 if the config's `use_qk_norm` is set, else as Llama."""
-    return project(module, hidden_states) if module.use_qk_norm else separate.project(module, hidden_states)
+    return project_normed(module, hidden_states) if module.use_qk_norm else project(module, hidden_states)
 
 
 def project_wide(module: Any, hidden_states: Tensor) -> Projected:
@@ -49,7 +48,7 @@ def project_olmoe(module: Any, hidden_states: Tensor) -> Projected:
 
 
 def project_lfm2(module: Any, hidden_states: Tensor) -> Projected:
-    q, k, v = separate.project(module, hidden_states)
+    q, k, v = project(module, hidden_states)
     return module.q_layernorm(q), module.k_layernorm(k), v
 
 
@@ -198,36 +197,26 @@ def attend_doge(
     return result
 
 
-QWEN3 = Style(project, output, QKV)
-GEMMA3 = Style(project_transposed, output, QKV)
-COHERE = Style(project_if_configured, output, QKV)
-OLMO2 = Style(project_wide, output, QKV, norms_together=True)
-NANOCHAT = Style(separate.project, output, QKV, rotate=norm_rotated, norms_rotated=True)
-HUNYUAN = Style(
-    separate.project,
-    output,
-    QKV,
-    rotate=norm_rotated_hunyuan,
-    own_norms=("query_layernorm", "key_layernorm"),
-    norms_rotated=True,
-)
-OLMOE = Style(project_olmoe, output, QKV, norms_together=True)
-LFM2 = Style(project_lfm2, output_out_proj, QKV, own_norms=("q_layernorm", "k_layernorm"), dropout=lambda module: 0.0)
-EXAONE4 = Style(project_transposed, output, QKV, rotates=rotates_exaone4)
-FLINT = Style(project, output, QKV, rotates=has_window)
+QWEN3 = Style(project_normed)
+GEMMA3 = Style(project_transposed)
+COHERE = Style(project_if_configured)
+OLMO2 = Style(project_wide, norms_together=True)
+NANOCHAT = Style(rotate=norm_rotated, norms_rotated=True)
+HUNYUAN = Style(rotate=norm_rotated_hunyuan, own_norms=("query_layernorm", "key_layernorm"), norms_rotated=True)
+OLMOE = Style(project_olmoe, norms_together=True)
+LFM2 = Style(project_lfm2, output_out_proj, own_norms=("q_layernorm", "k_layernorm"), dropout=lambda module: 0.0)
+EXAONE4 = Style(project_transposed, rotates=rotates_exaone4)
+FLINT = Style(project_normed, rotates=has_window)
 # One module norms queries and keys together, so that no bound is computed from it.
 ZAYA = Style(
     project_zaya,
-    output,
-    ("qkv_proj.q_proj", "qkv_proj.k_proj", "qkv_proj.v_proj_current", "qkv_proj.v_proj_delayed"),
+    weights=("qkv_proj.q_proj", "qkv_proj.k_proj", "qkv_proj.v_proj_current", "qkv_proj.v_proj_delayed"),
     arguments=("state", "conv_mask"),
     forward=forward_zaya,
 )
-GEMMA4 = Style(project_gemma4, output, QKV, rotate=rotate_gemma4, expand=expand_gemma4)
+GEMMA4 = Style(project_gemma4, rotate=rotate_gemma4, expand=expand_gemma4)
 INKLING = Style(
     project_inkling,
-    output,
-    QKV,
     arguments=("state", "conv_mask"),
     forward=forward_inkling,
     rotate=rotate_inkling,
@@ -236,4 +225,4 @@ INKLING = Style(
     heads=lambda module: (module.num_heads, module.num_key_value_heads, module.head_dim),
     query_scale=query_scale_inkling,
 )
-DOGE = Style(project, output, QKV, eager=lambda module: attend_doge, bias=bias_doge, reads_masks=True)
+DOGE = Style(project_normed, eager=lambda module: attend_doge, bias=bias_doge, reads_masks=True)

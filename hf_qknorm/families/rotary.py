@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.families.separate import output, output_dense, project
-from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families.separate import output_dense
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, project, rotate, split_heads
 
 
 def rotate_llama4(
@@ -94,16 +94,10 @@ def project_persimmon(module: Any, hidden_states: Tensor) -> Projected:
 
 
 LLAMA4 = Style(
-    project,
-    output,
-    QKV,
-    rotate=rotate_llama4,
-    query_scale=query_scale_llama4,
-    own_norms=("qk_norm", "qk_norm"),
-    norms_rotated=True,
+    rotate=rotate_llama4, query_scale=query_scale_llama4, own_norms=("qk_norm", "qk_norm"), norms_rotated=True
 )
-MINISTRAL3 = Style(project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3)
-RECURRENT_GEMMA = Style(project, output, QKV, rotate=rotate_recurrent_gemma)
+MINISTRAL3 = Style(rotate=rotate_ministral3, query_scale=query_scale_ministral3)
+RECURRENT_GEMMA = Style(rotate=rotate_recurrent_gemma)
 MOSHI = Style(
     project_moshi,
     output_moshi,
@@ -112,8 +106,8 @@ MOSHI = Style(
     rotate=rotate_moshi,
 )
 NORMS = ("q_layernorm", "k_layernorm")
-PHI = Style(project_phi, output_dense, QKV, rotate=rotate_part, own_norms=NORMS)
-STABLELM = Style(project_phi, output, QKV, rotate=rotate_part, own_norms=NORMS)
+PHI = Style(project_phi, output_dense, rotate=rotate_part, own_norms=NORMS)
+STABLELM = Style(project_phi, rotate=rotate_part, own_norms=NORMS)
 PERSIMMON = Style(
     project_persimmon,
     output_dense,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.families.inline import Attended, attend_in_batch
-from hf_qknorm.families.separate import heads, output_out_proj, project
-from hf_qknorm.families.style import QKV, Projected, Style, split_heads
+from hf_qknorm.families.separate import heads, output_out_proj
+from hf_qknorm.families.style import Projected, Style, split_heads
 
 
 def project_across(
@@ -97,9 +97,7 @@ def _position_bias(module: Any, hidden_states: Tensor, states: Tensor | None, ca
     return torch.zeros((1, module.n_heads, length, keys), device=hidden_states.device, dtype=hidden_states.dtype)
 
 
-BART = Style(
-    project, output_out_proj, QKV, project_across=project_across, dropout=lambda module: module.dropout, heads=heads
-)
+BART = Style(output=output_out_proj, project_across=project_across, dropout=lambda module: module.dropout, heads=heads)
 BIGBIRD = replace(BART, forward=forward_by_role)
 WHISPER = replace(BART, prescaled=True, length=lambda module: module.config.max_target_positions)
 INLINE = replace(BART, forward=forward_by_role, inline=True, eager=lambda module: attend, prescaled=True)
