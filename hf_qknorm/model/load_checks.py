@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import product
 from typing import Any, Final
@@ -17,6 +17,7 @@ from transformers.modeling_utils import load_state_dict
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
+from hf_qknorm.model.knee_state_dict import switched_on
 from hf_qknorm.model.norms import NORM_FIELDS, eps_problem
 
 PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
@@ -29,19 +30,9 @@ class UnpatchedClassError(ValueError):
     """Raised when a class of transformers gets a patched checkpoint or its config."""
 
 
-@contextmanager
-def skip_load_checks() -> Iterator[None]:
+def skip_load_checks() -> AbstractContextManager[None]:
     """Skip the checks of missing tensors and shapes: the caller makes them, and can name the file of a tensor."""
-    token = _SKIPPED.set(True)
-    try:
-        yield
-    finally:
-        _SKIPPED.reset(token)
-
-
-def are_skipped() -> bool:
-    """Whether the caller of `from_pretrained` makes the checks of missing tensors."""
-    return _SKIPPED.get()
+    return switched_on(_SKIPPED)
 
 
 def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> bool:
@@ -149,7 +140,7 @@ def expect_eps(model: PreTrainedModel, has_eps: bool) -> None:
     for name, layer in patched_layers(model).items():
         config: Any = layer.config
         norms = [norm for norm in head_norms(layer).values() if norm.knee]
-        if norms and not has_eps and config.qk_norm_powers is None and not are_skipped():
+        if norms and not has_eps and config.qk_norm_powers is None and not _SKIPPED.get():
             raise ValueError(
                 f"{config_file(config)} has a knee of {layer.scheme.knee:g} and no qk_norm_powers, the means that it "
                 f"multiplies; nor do the weights hold eps for {name}. Restore the config.json that was saved with the "
@@ -175,7 +166,7 @@ def take_eps(model: PreTrainedModel, missing: set[str]) -> None:
             absent = key in missing or stored.is_meta or not stored
             if in_config:
                 missing.discard(key)
-            if are_skipped():  # the caller compares it with the weights
+            if _SKIPPED.get():  # the caller compares it with the weights
                 continue
             del norm._buffers["eps"]
             check_loaded(model, missing & {key}, ())
