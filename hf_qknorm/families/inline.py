@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from hf_qknorm.families import fused
 from hf_qknorm.families.rotary import rotate_part
 from hf_qknorm.families.separate import heads, output_dense, output_out_proj
-from hf_qknorm.families.style import FROM_5_24, Projected, Rotated, Style
+from hf_qknorm.families.style import FROM_5_24, Projected, Rotated, Style, project
 
 Attended = tuple[Tensor, Tensor]
 
@@ -215,9 +216,11 @@ JAPANESE = Style(
     scale=lambda module: 1.0 / module.norm_factor,
     interleaved=lambda module: True,
 )
+WEIGHTS_XLM = ("q_lin", "k_lin", "v_lin")
 XLM = Style(
-    output=lambda module, attended: module.out_lin(attended),
-    weights=("q_lin", "k_lin", "v_lin"),
+    partial(project, weights=WEIGHTS_XLM),
+    lambda module, attended: module.out_lin(attended),
+    WEIGHTS_XLM,
     forward=forward_xlm,
     inline=True,
     dropout=lambda module: module.dropout,

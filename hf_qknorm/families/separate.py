@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -77,9 +78,11 @@ JAMBA = Style(rotates=lambda module: False)
 COHERE2 = Style(rotates=has_window)
 COHERE2_MOE = Style(rotates=lambda module: has_window(module) or module.force_rope)
 SMOLLM3 = Style(rotates=lambda module: bool(module.use_rope))
+WEIGHTS_CTRL = ("Wq", "Wk", "Wv")
 CTRL = Style(
-    output=output_dense,
-    weights=("Wq", "Wk", "Wv"),
+    partial(project, weights=WEIGHTS_CTRL),
+    output_dense,
+    WEIGHTS_CTRL,
     forward=forward_ctrl,
     dropout=lambda module: 0.0,  # the model applies none
     heads=heads,

@@ -32,9 +32,9 @@ def split_heads(module: Any, x: Tensor) -> Tensor:
     return x.view(*x.shape[:-1], -1, module.head_dim)
 
 
-def project(module: Any, hidden_states: Tensor) -> Projected:
+def project(module: Any, hidden_states: Tensor, weights: tuple[str, ...] = QKV) -> Projected:
     """Apply a projection each for queries, keys and values."""
-    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in module.family.style.weights)
+    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in weights)
 
 
 def output(module: Any, attended: Tensor) -> Tensor:
