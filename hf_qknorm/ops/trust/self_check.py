@@ -20,7 +20,7 @@ from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.tiled import HeadStatistics
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
-from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Rotary
 
 Results = dict[str, Tensor]
 Compute = Callable[[Problem], Results]
@@ -187,10 +187,6 @@ def _step_oracle(problem: Problem) -> Results:
     return {"output": out, "keys": new, "values": v[:, :, old:]}
 
 
-def _attention(attend: Callable[[Heads, Visible, Options], Tensor]) -> Compute:
-    return lambda problem: {"output": attend(*problem[1:4])}
-
-
 def _norm_rope(normed: Callable[[Heads], tuple[Tensor, Tensor]]) -> Compute:
     return lambda problem: dict(zip(("queries", "keys"), normed(problem.heads), strict=True))
 
@@ -205,9 +201,9 @@ def _oracle(problem: Problem) -> Results:
 
 # Each operator, and its specification.
 OPERATORS: Final[dict[str, tuple[Compute, Compute]]] = {
-    "attention": (_attention(library.fused_attention), _oracle),
-    "flex": (_attention(flex.checked_attention), _oracle),
-    "cpu": (_attention(cpu_attention.attention), _oracle),
+    "attention": (lambda problem: {"output": library.fused_attention(*problem[1:4])}, _oracle),
+    "flex": (lambda problem: {"output": flex.checked_attention(*problem[1:4])}, _oracle),
+    "cpu": (lambda problem: {"output": cpu_attention.attention(*problem[1:4])}, _oracle),
     "statistics": (_statistics, lambda problem: _by_head(_attended(problem))),
     "cpu_statistics": (
         lambda problem: _by_head(cpu_attention.head_statistics(*problem[1:4])),
