@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Thread
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.tiled import HeadStatistics
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
-from hf_qknorm.ops.types import Heads, LayerCache, Norm, Rotary
+from hf_qknorm.ops.types import Heads, LayerCache
 
 Results = dict[str, Tensor]
 Compute = Callable[[Problem], Results]
@@ -187,12 +187,14 @@ def _step_oracle(problem: Problem) -> Results:
     return {"output": out, "keys": new, "values": v[:, :, old:]}
 
 
-def _norm_rope(normed: Callable[[Heads], tuple[Tensor, Tensor]]) -> Compute:
-    return lambda problem: dict(zip(("queries", "keys"), normed(problem.heads), strict=True))
+def _norm_rope(module: Any) -> Compute:
+    return lambda problem: dict(zip(("queries", "keys"), module.norm_rope(problem.heads), strict=True))
 
 
-def _norm_rope_one(normed: Callable[[Tensor, Norm, Rotary | None], Tensor]) -> Compute:
-    return lambda problem: {"queries": normed(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)}
+def _norm_rope_one(module: Any) -> Compute:
+    return lambda problem: {
+        "queries": module.norm_rope_one(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)
+    }
 
 
 def _oracle(problem: Problem) -> Results:
@@ -209,12 +211,12 @@ OPERATORS: Final[dict[str, tuple[Compute, Compute]]] = {
         lambda problem: _by_head(cpu_attention.head_statistics(*problem[1:4])),
         lambda problem: _by_head(_attended(problem)),
     ),
-    "cpu_norm_rope": (_norm_rope_one(cpu_norm_rope.norm_rope_one), _norm_rope_one(reference.norm_rope_one)),
-    "norm_rope": (_norm_rope(library.norm_rope), _norm_rope(reference.norm_rope)),
-    "norm_rope_one": (_norm_rope_one(library.norm_rope_one), _norm_rope_one(reference.norm_rope_one)),
+    "cpu_norm_rope": (_norm_rope_one(cpu_norm_rope), _norm_rope_one(reference)),
+    "norm_rope": (_norm_rope(library), _norm_rope(reference)),
+    "norm_rope_one": (_norm_rope_one(library), _norm_rope_one(reference)),
     "norm_rope_into": (
         _norm_rope_into,
-        lambda problem: _norm_rope(reference.norm_rope)(problem) | {"values": problem.heads.v},
+        lambda problem: _norm_rope(reference)(problem) | {"values": problem.heads.v},
     ),
     "step": (_step, _step_oracle),
     "append": (_step, _step_oracle),
