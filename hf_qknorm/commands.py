@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hf_qknorm.checkpoint.destinations import check_apart, check_files
 from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
-from hf_qknorm.convert.measured_export import export_measured
+from hf_qknorm.convert.remeasure import export_measured
 from hf_qknorm.export.native import export_native
 from hf_qknorm.families import table
 from hf_qknorm.files.names import CARD, REPORT

@@ -16,14 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from hf_qknorm.attend.calls import (
-    as_results,
-    is_padded_ranges,
-    is_ranges,
-    make_call,
-    refuse_unsupported,
-    structure,
-)
+from hf_qknorm.attend.calls import as_results, is_padded_ranges, is_ranges, make_call, refuse_unsupported, structure
 from hf_qknorm.attend.implementations import (
     IMPLEMENTATIONS,
     TRITON,

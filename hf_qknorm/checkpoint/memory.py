@@ -40,10 +40,10 @@ _CGROUPS: Final = Path("/sys/fs/cgroup")
 _UNLIMITED: Final = 2**60  # cgroups of version 1 write a number near 2⁶³ instead of "max"
 
 
-def parse_size(size: int | str, name: str = "max_memory") -> int:
+def parse_size(size: int | str) -> int:
     """Return a size in bytes, from a number or a text such as "8GB" (10⁹ bytes each) or "8GiB" (2³⁰ each).
 
-    Raises ValueError, naming the argument `name`, for anything else and for 0.
+    Raises ValueError for anything else and for 0.
     """
     found = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
     number: float = 0
@@ -53,7 +53,7 @@ def parse_size(size: int | str, name: str = "max_memory") -> int:
         number = size
     if not 1 <= number < _UNLIMITED:
         raise ValueError(
-            f'{name}={shorten(size)} is no size of memory: expected bytes, or a text such as "8GB" or "500MiB"'
+            f'max_memory={shorten(size)} is no size of memory: expected bytes, or a text such as "8GB" or "500MiB"'
         )
     return int(number)
 

@@ -24,14 +24,7 @@ from hf_qknorm.checkpoint.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.checkpoint.pretrained import load_tokenizer
 from hf_qknorm.checkpoint.safetensors_files import Weights
 from hf_qknorm.checkpoint.source import Source, open_source
-from hf_qknorm.convert.plan import (
-    Options,
-    Plan,
-    check_exact_fold,
-    converted_config,
-    make_plan,
-    new_tensors,
-)
+from hf_qknorm.convert.plan import Options, Plan, check_exact_fold, converted_config, make_plan, new_tensors
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder

@@ -1,29 +1,26 @@
-"""`remeasure`: a new report of a patched model as it is, for example after training."""
+"""New measurements of a checkpoint: its report, for example after training, and the loss before and after an export."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.export.native import NativeExport, export_native
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import REPORT
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import has_tokenizer
+from hf_qknorm.measure import text
 from hf_qknorm.measure.distributed import gather_batches, ranks_of, unwrap
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
-from hf_qknorm.measure.predictions import evaluate, layer_reports, require_causal
-from hf_qknorm.measure.text import (
-    batches_for,
-    check_batches,
-    check_text,
-    context_length,
-    longest_sequence,
-    sequence_length,
-)
+from hf_qknorm.measure.predictions import evaluate, layer_reports, loss_of, require_causal
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
@@ -51,9 +48,9 @@ def remeasure(
     if not isinstance(bare, QKNormModel):
         raise ValueError(f"{type(bare).__name__} is not patched: call patch_model(model, scheme) first")
     require_causal(bare.config)
-    batches = batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
+    batches = text.batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     batches = gather_batches(batches, max_tokens, ranks)
-    check_batches(batches, bare.config)
+    text.check_batches(batches, bare.config)
     cap = bare.config.attn_logit_softcapping or CAP
     training = bare.training
     bare.eval()
@@ -74,8 +71,8 @@ def remeasure(
         judged=tokens,
         base_model=(record_of(bare) or {}).get("base_model"),
         dataset=hub_name(data) if isinstance(data, str) else None,
-        length=longest_sequence(batches),
-        context=context_length(bare.config),
+        length=text.longest_sequence(batches),
+        context=text.context_length(bare.config),
     )
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())
@@ -88,7 +85,7 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
     Raises, before the weights are read, FileNotFoundError for a folder, a tokenizer or a text that does not exist, and
     ValueError for broken weights, a model that is not patched, an impossible length, and too little text.
     """
-    check_text(texts)
+    text.check_text(texts)
     with open_source(folder) as source:
         if not isinstance(source.config, QKNormConfig):
             raise ValueError(f"{folder} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert)")
@@ -96,7 +93,7 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
             raise FileNotFoundError(
                 f"{folder} has no tokenizer, which a measurement needs: save one there (tokenizer.save_pretrained)"
             )
-        length = sequence_length(source.config, length)
+        length = text.sequence_length(source.config, length)
         with loaded_with_text(source, texts, tokens, length) as (model, batch, sequences):
             report = remeasure(model, [batch], max_tokens=tokens, batch_size=sequences, length=length)
             names = [*own_tensors(model)]
@@ -105,3 +102,65 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
         source.check_unchanged()
         report.save(folder / REPORT)
     return report
+
+
+class MeasuredExport(NamedTuple):
+    """An export without norms, and the losses in nats per token of the checkpoint and of the export."""
+
+    export: NativeExport
+    before: float
+    after: float
+    tokens: int
+
+    def __str__(self) -> str:
+        change = f"{self.before:.4f} → {self.after:.4f} ({self.after - self.before:+.4f} nats per token)"
+        return f"{self.export}\nloss {change} on {self.tokens:,} tokens"
+
+
+def export_measured(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    texts: str,
+    *,
+    max_loss_increase: float | None = None,
+    tokens: int = 16_384,
+    length: int | None = None,
+    overwrite: bool = False,
+) -> MeasuredExport:
+    """Export a patched checkpoint as `export_native` does, its norms replaced by constant factors if they still act.
+
+    Both models are loaded, one after the other, and their losses measured on the first `tokens` tokens of `texts` (a
+    source for `load_text`), in sequences of `length` tokens. Sharp norms, opened in training, cost little
+    (recipes/results/seat_belt.md).
+
+    Raises ValueError, with nothing written, if the loss rises by more than `max_loss_increase` nats per token (None
+    means no limit), and what `export_native` raises.
+    """
+    text.check_text(texts)
+    folder, destination = user_path(src, "src"), user_path(dst, "dst")
+    check_folder(destination, overwrite=overwrite, sources=[folder])
+    before = _loss(folder, texts, tokens, length)
+    losses: list[float] = []
+
+    def check(folder: Path) -> None:
+        losses.append(_loss(folder, texts, tokens, length))
+        rise = losses[0] - before
+        if max_loss_increase is not None and not rise <= max_loss_increase:
+            raise ValueError(
+                f"{src} is not exported: without its norms the loss goes from {before:.4f} to {losses[0]:.4f} "
+                f"({rise:+.4f} nats per token), more than --max-loss-increase {max_loss_increase:g}. Open the knee in "
+                "training (KneeSchedule(target=math.inf)), or raise the limit"
+            )
+
+    export = export_native(src, dst, overwrite=overwrite, end_norms=True, check_result=check)
+    return MeasuredExport(export, before, losses[0], tokens)
+
+
+def _loss(folder: Path, texts: str, tokens: int, length: int | None) -> float:
+    """The loss of a checkpoint's model on a text."""
+    with open_source(folder) as source:
+        length = text.sequence_length(source.config, length)
+        with loaded_with_text(source, texts, tokens, length) as (model, row, sequences):
+            return loss_of(
+                model, text.batches_for(model, [row], None, batch=sequences, length=length, max_tokens=tokens)
+            )

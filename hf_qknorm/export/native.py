@@ -68,7 +68,7 @@ def export_native(
     Tensors keep their dtypes and are never all in memory; tokenizer, generation config and licence are copied.
 
     With `end_norms`, norms that still act are replaced by constant factors too, which is no longer exact: sharp norms
-    that bound few vectors cost little (`convert.measured_export` measures it). `check_result` is called with the
+    that bound few vectors cost little (`convert.remeasure` measures it). `check_result` is called with the
     finished folder before it is put in place, and may raise.
 
     Raises ValueError, with the reason and a remedy, if no model of transformers computes the same; FileExistsError if

@@ -13,14 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.families.fused import output_dense
-from hf_qknorm.families.inline import Attended, heads
-from hf_qknorm.families.separate import output_out_proj
+from hf_qknorm.families.inline import Attended
+from hf_qknorm.families.separate import heads, output_dense, output_out_proj
 from hf_qknorm.families.style import Projected, Style, split_heads
-
-
-def project_split(module: Any, hidden_states: Tensor) -> Projected:
-    return module._split_heads(module.query_key_value(hidden_states))
 
 
 def attend_falcon(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> Attended:
@@ -42,13 +37,6 @@ def order_falcon(module: Any) -> bool | None:
     return None if module.new_decoder_architecture else not module.multi_query
 
 
-def unsupported_falcon(config: Any) -> str | None:
-    """Return the reason why a model with this config can't be patched, or None."""
-    return (
-        "alibi=True: the model computes its position bias from the mask of its own attention" if config.alibi else None
-    )
-
-
 def project_bloom(module: Any, hidden_states: Tensor) -> Projected:
     return tuple(x.transpose(1, 2) for x in module._reshape(module.query_key_value(hidden_states)))
 
@@ -63,10 +51,6 @@ def attend_bloom(
     logits = logits if mask is None else logits + mask
     weights = module.attention_dropout(nn.functional.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype))
     return torch.bmm(weights.flatten(0, 1), v).view(*shape, -1).transpose(1, 2), weights
-
-
-def bias_bloom(module: Any, q: Tensor, k: Tensor, *, alibi: Tensor, **options: Any) -> Tensor:
-    return alibi.view(q.shape[0], module.num_heads, 1, -1)
 
 
 def forward_bloom(
@@ -113,7 +97,7 @@ def forward_mpt(
 
 
 FALCON = Style(
-    project_split,
+    lambda module, hidden_states: module._split_heads(module.query_key_value(hidden_states)),
     output_dense,
     ("query_key_value",),
     inline=True,
@@ -131,7 +115,7 @@ BLOOM = Style(
     inline=True,
     dropout=lambda module: module.attention_dropout.p,
     eager=lambda module: attend_bloom,
-    bias=bias_bloom,
+    bias=lambda module, q, k, *, alibi, **options: alibi.view(q.shape[0], module.num_heads, 1, -1),
     heads=heads,
     scale=lambda module: module.inv_norm_factor,
     length=lambda module: getattr(module.config, "seq_length", 2048),  # that of its training

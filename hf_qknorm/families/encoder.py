@@ -12,8 +12,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_qknorm.families.separate import output, output_out_proj, project
-from hf_qknorm.families.style import QKV, Projected, Rotated, Style
+from hf_qknorm.families.separate import output_out_proj
+from hf_qknorm.families.style import Projected, Rotated, Style
 
 WEIGHTS = ("query", "key", "value")
 
@@ -52,15 +52,10 @@ def unsupported_bigbird(config: Any) -> str | None:
     """Return the reason why a model with this config can't be patched, or None."""
     if config.attention_type != "original_full":
         return f'attention_type="{config.attention_type}": blocks of keys are selected for each query'
-    return _unmasked_decoder(config, "big_bird")
+    return unmasked_decoder(config, "big_bird")
 
 
-def unsupported_roformer(config: Any) -> str | None:
-    """Return the reason why a model with this config can't be patched, or None."""
-    return _unmasked_decoder(config, "roformer")
-
-
-def _unmasked_decoder(config: Any, model_type: str) -> str | None:
+def unmasked_decoder(config: Any, model_type: str = "roformer") -> str | None:
     """The reason against a decoder whose tokens attend to later ones in older versions of transformers, or None."""
     modelling = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     if not config.is_decoder or hasattr(modelling, "create_causal_mask"):
@@ -118,5 +113,5 @@ ROFORMER = replace(
     rotate=rotate_roformer,
     length=lambda module: module.config.max_position_embeddings,
 )
-VIT = Style(project, output, QKV, length=length)
+VIT = Style(length=length)
 CLIP = replace(VIT, output=output_out_proj, dropout=lambda module: module.dropout, scale=lambda module: module.scale)

@@ -31,6 +31,11 @@ def by_kind(module: Any) -> bool:
     return bool(module.is_sliding)
 
 
+def without(setting: str, reason: str) -> Callable[[Any], str | None]:
+    """The test of a config that refuses a model with this switch on, for this reason; see `Family.unsupported`."""
+    return lambda config: f"{setting}=True: {reason}" if getattr(config, setting) else None
+
+
 @dataclass(frozen=True)
 class Family:
     """A model type of transformers: the attention class that is patched, its style, and the model's own features.
@@ -38,7 +43,7 @@ class Family:
     `norm` is the norm that "auto" stands for. `pre_norm` is the attribute of the decoder layer that holds the norm
     before attention; "" if there is none, or if other modules read its result too. `gain_plus_one`: this norm's gain
     is stored as gain − 1. `rope` tells kernels which channels rotate together, and how the model's cos and sin hold
-    the angles (`model/rotary.py`); None if only the model's own code can apply it, or if
+    the angles (`kernel_rotary`); None if only the model's own code can apply it, or if
     the model adds a bias to its logits, which kernels do not.
 
     `own_norms`: the model norms its queries and keys. `own_cap`: it caps its logits, by `attn_logit_softcapping`.
@@ -46,7 +51,7 @@ class Family:
     For `own_norms` and `causal` a string names the switch in the model's config; for `causal`, "!name" is its opposite.
     `slides` tells whether a layer attends through the config's sliding window.
     `restarts` names the model class that, without `position_ids`, numbers the tokens of each call from 0, also those
-    behind a cache: patched, it counts the cached tokens (`model/positions.py`). "" in other types.
+    behind a cache: patched, it counts the cached tokens (`CountsCached`). "" in other types.
     `unsupported` returns the reason why a model with a given config can't be patched, or None. Cross-attention is
     refused for a style without `project_across`.
     """

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.families import normed, separate
-from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families import normed
+from hf_qknorm.families.style import Projected, Rotated, Style, project, rotate, split_heads
 
 
 def project_qwen3_next(module: Any, hidden_states: Tensor) -> Projected:
@@ -25,12 +25,12 @@ def output_gated(module: Any, attended: Tensor, gate: Tensor) -> Tensor:
 
 
 def project_afmoe(module: Any, hidden_states: Tensor) -> Projected:
-    return *normed.project(module, hidden_states), module.gate_proj(hidden_states)
+    return *normed.project_normed(module, hidden_states), module.gate_proj(hidden_states)
 
 
 def project_with_input(module: Any, hidden_states: Tensor) -> Projected:
     """Project as Qwen 3, and pass the input on: the gate is computed from it after attention."""
-    return *normed.project(module, hidden_states), hidden_states
+    return *normed.project_normed(module, hidden_states), hidden_states
 
 
 def output_laguna(module: Any, attended: Tensor, hidden_states: Tensor) -> Tensor:
@@ -69,13 +69,13 @@ def query_scale_beam(module: Any) -> float:
 
 
 def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
-    return *separate.project(module, hidden_states), module.gate_proj(hidden_states)
+    return *project(module, hidden_states), module.gate_proj(hidden_states)
 
 
-QWEN3_NEXT = Style(project_qwen3_next, output_gated, QKV)
-AFMOE = Style(project_afmoe, output_gated, QKV, rotates=lambda module: module.is_local_attention)
-LFM3 = Style(project_with_input, output_lfm3, QKV)
-BEAM = Style(project_with_input, output_beam, QKV, rotate=rotate_beam, query_scale=query_scale_beam)
+QWEN3_NEXT = Style(project_qwen3_next, output_gated)
+AFMOE = Style(project_afmoe, output_gated, rotates=lambda module: module.is_local_attention)
+LFM3 = Style(project_with_input, output_lfm3)
+BEAM = Style(project_with_input, output_beam, rotate=rotate_beam, query_scale=query_scale_beam)
 # HRM's layers run in cycles, and each cycle has its own layers in the cache.
-HRM = Style(project_hrm, output_gated, QKV, slot=lambda module, cycle_offset=0, **_: module.layer_idx + cycle_offset)
-LAGUNA = Style(project_with_input, output_laguna, QKV)
+HRM = Style(project_hrm, output_gated, slot=lambda module, cycle_offset=0, **_: module.layer_idx + cycle_offset)
+LAGUNA = Style(project_with_input, output_laguna)

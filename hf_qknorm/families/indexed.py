@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.families import gated, latent, normed
-from hf_qknorm.families.separate import output
 from hf_qknorm.families.style import CACHE, Projected, Style
 
 
@@ -144,12 +143,8 @@ def forward_qwen4(
     return shared(hidden_states, mask, positions, past_key_values, **kwargs)
 
 
-COMMON: dict[str, Any] = latent.COMMON | {
-    "forward": forward,
-    "arguments": ("latents",),
-    "reads_masks": True,
-}
-DEEPSEEK_V32 = Style(project, output, rotate=latent.rotate_pairs, **COMMON)
+COMMON: dict[str, Any] = latent.COMMON | {"forward": forward, "arguments": ("latents",), "reads_masks": True}
+DEEPSEEK_V32 = Style(project, rotate=latent.rotate_pairs, **COMMON)
 AXK2 = replace(DEEPSEEK_V32, project=project_axk2, output=output_axk2)
 DOTS3 = replace(
     DEEPSEEK_V32,

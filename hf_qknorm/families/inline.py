@@ -11,16 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.families import fused, separate
-from hf_qknorm.families.learned import output as output_c_proj
-from hf_qknorm.families.partial import rotate_part
-from hf_qknorm.families.separate import output_out_proj
-from hf_qknorm.families.style import FROM_5_24, QKV, Projected, Rotated, Style, split_heads
+from hf_qknorm.families import fused
+from hf_qknorm.families.rotary import rotate_part
+from hf_qknorm.families.separate import heads, output_dense, output_out_proj
+from hf_qknorm.families.style import FROM_5_24, Projected, Rotated, Style, project
 
 Attended = tuple[Tensor, Tensor]
 
@@ -43,10 +43,6 @@ def dropped(module: Any, attended: Tensor) -> Tensor:
 
 def attention_heads(module: Any) -> tuple[int, int, int]:
     return module.num_attention_heads, module.num_attention_heads, module.head_dim
-
-
-def heads(module: Any) -> tuple[int, int, int]:
-    return module.num_heads, module.num_heads, module.head_dim
 
 
 def rotate_sinusoidal(
@@ -112,13 +108,7 @@ def forward_openai(
 
 
 def attend_in_batch(
-    module: Any,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    weigh: Callable[[Tensor], Tensor],
-    dropout: float = 0.0,
+    module: Any, q: Tensor, k: Tensor, v: Tensor, *, weigh: Callable[[Tensor], Tensor], dropout: float = 0.0
 ) -> Attended:
     """As models that fold the heads into the batch; `weigh` maps logits `[B, H, T, S]` to weights."""
     shape = q.shape[:3]
@@ -139,10 +129,6 @@ def attend_xglm(
         return nn.functional.softmax(logits, dim=-1, dtype=wide).to(logits.dtype)
 
     return attend_in_batch(module, q, k, v, weigh=weigh, dropout=dropout)
-
-
-def project_xlm(module: Any, hidden_states: Tensor) -> Projected:
-    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in WEIGHTS_XLM)
 
 
 def attend_xlm(
@@ -176,7 +162,7 @@ def forward_japanese(shared: Callable[..., Any], module: Any, *args: Any, **kwar
     return *shared(*args, **kwargs), module.dense_bias
 
 
-GPTJ = Style(separate.project, dropped, QKV, rotate=rotate_sinusoidal, heads=attention_heads)
+GPTJ = Style(output=dropped, rotate=rotate_sinusoidal, heads=attention_heads)
 if not FROM_5_24:
     GPTJ = replace(
         GPTJ,
@@ -187,9 +173,7 @@ if not FROM_5_24:
     )
 CODEGEN = replace(GPTJ, project=project_codegen, weights=("qkv_proj",), interleaved=lambda module: None)
 GPT_NEO = Style(
-    separate.project,
-    dropped,
-    QKV,
+    output=dropped,
     inline=True,
     dropout=lambda module: module.attn_dropout.p,
     eager=lambda module: attend_by_method,
@@ -200,7 +184,7 @@ GPT_NEO = Style(
 )
 OPENAI = Style(
     project_openai,
-    output_c_proj,
+    fused.output_c_proj,
     ("c_attn",),
     forward=forward_openai,
     inline=True,
@@ -212,9 +196,7 @@ OPENAI = Style(
     length=lambda module: module.n_positions,
 )
 XGLM = Style(
-    separate.project,
-    output_out_proj,
-    QKV,
+    output=output_out_proj,
     inline=True,
     dropout=lambda module: module.dropout,
     eager=lambda module: attend_xglm,
@@ -223,7 +205,7 @@ XGLM = Style(
 )
 JAPANESE = Style(
     fused.project_neox,
-    fused.output_dense,
+    output_dense,
     ("query_key_value",),
     forward=forward_japanese,
     inline=True,
@@ -236,7 +218,7 @@ JAPANESE = Style(
 )
 WEIGHTS_XLM = ("q_lin", "k_lin", "v_lin")
 XLM = Style(
-    project_xlm,
+    partial(project, weights=WEIGHTS_XLM),
     lambda module, attended: module.out_lin(attended),
     WEIGHTS_XLM,
     forward=forward_xlm,

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.families.separate import output
 from hf_qknorm.families.style import Projected, Rotated, Style
 
 
@@ -101,9 +100,9 @@ def _heads(module: Any) -> tuple[int, int, int]:
 
 WEIGHTS = ("kv_a_proj_with_mqa", "kv_b_proj")
 COMMON: dict[str, Any] = {"weights": WEIGHTS, "expand": expand, "parts": parts, "heads": _heads}
-MINICPM3 = Style(project, output, rotate=rotate, **COMMON)
-DEEPSEEK_V3 = Style(project, output, rotate=rotate_configured, **COMMON)
-DEEPSEEK_V2 = Style(project, output, rotate=rotate_complex, **COMMON)
-KIMI_LINEAR = Style(project, output, rotate=rotate, rotates=lambda module: False, **COMMON)
-LONGCAT = Style(project_longcat, output, rotate=rotate_pairs, **COMMON)
+MINICPM3 = Style(project, rotate=rotate, **COMMON)
+DEEPSEEK_V3 = Style(project, rotate=rotate_configured, **COMMON)
+DEEPSEEK_V2 = Style(project, rotate=rotate_complex, **COMMON)
+KIMI_LINEAR = Style(project, rotate=rotate, rotates=lambda module: False, **COMMON)
+LONGCAT = Style(project_longcat, rotate=rotate_pairs, **COMMON)
 BAILING = Style(project_bailing, output_bailing, rotate=rotate_pairs, **COMMON)

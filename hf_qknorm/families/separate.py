@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_qknorm.families.style import QKV, Projected, Style, split_heads
-
-
-def project(module: Any, hidden_states: Tensor) -> Projected:
-    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
-    q, k, v = module.q_proj(hidden_states), module.k_proj(hidden_states), module.v_proj(hidden_states)
-    return q.view(shape), k.view(shape), v.view(shape)
-
-
-def output(module: Any, attended: Tensor) -> Tensor:
-    return module.o_proj(attended)
+from hf_qknorm.families.style import QKV, Projected, Style, project, split_heads
 
 
 def output_out_proj(module: Any, attended: Tensor) -> Tensor:
@@ -61,15 +53,43 @@ def has_window(module: Any) -> bool:
     return module.sliding_window is not None
 
 
-LLAMA = Style(project, output, QKV)
+def heads(module: Any) -> tuple[int, int, int]:
+    return module.num_heads, module.num_heads, module.head_dim
+
+
+def output_dense(module: Any, attended: Tensor) -> Tensor:
+    return module.dense(attended)
+
+
+def forward_ctrl(shared: Callable[..., Any], module: Any, v: Tensor, k: Tensor, q: Tensor, **kwargs: Any) -> Any:
+    """CTRL: its layers pass the same tensor three times."""
+    return shared(q, **kwargs)
+
+
+LLAMA = Style()
 MLLAMA = replace(LLAMA, dropout=lambda module: module.dropout)
-STARCODER2 = Style(project, output_dropped, QKV)
-BITNET = Style(project, lambda module, attended: module.o_proj(module.attn_sub_norm(attended)), QKV)
-MODERNBERT = Style(project, lambda module, attended: module.out_drop(module.Wo(attended)), QKV)
-FALCON_H1 = Style(project_multiplied, output, QKV)
-OLMO = Style(project_clipped, output, QKV)
-MIMO = Style(project_mimo, output, QKV)
-JAMBA = Style(project, output, QKV, rotates=lambda module: False)
-COHERE2 = Style(project, output, QKV, rotates=has_window)
-COHERE2_MOE = Style(project, output, QKV, rotates=lambda module: has_window(module) or module.force_rope)
-SMOLLM3 = Style(project, output, QKV, rotates=lambda module: bool(module.use_rope))
+STARCODER2 = Style(output=output_dropped)
+BITNET = Style(output=lambda module, attended: module.o_proj(module.attn_sub_norm(attended)))
+MODERNBERT = Style(output=lambda module, attended: module.out_drop(module.Wo(attended)))
+FALCON_H1 = Style(project_multiplied)
+OLMO = Style(project_clipped)
+MIMO = Style(project_mimo)
+JAMBA = Style(rotates=lambda module: False)
+COHERE2 = Style(rotates=has_window)
+COHERE2_MOE = Style(rotates=lambda module: has_window(module) or module.force_rope)
+SMOLLM3 = Style(rotates=lambda module: bool(module.use_rope))
+WEIGHTS_CTRL = ("Wq", "Wk", "Wv")
+CTRL = Style(
+    partial(project, weights=WEIGHTS_CTRL),
+    output_dense,
+    WEIGHTS_CTRL,
+    forward=forward_ctrl,
+    dropout=lambda module: 0.0,  # the model applies none
+    heads=heads,
+    length=lambda module: module.config.n_positions,
+)
+OPT = Style(output=output_out_proj, dropout=lambda module: module.dropout, prescaled=True)
+BIOGPT = Style(output=output_out_proj, dropout=lambda module: module.dropout)
+# Several layers of Zamba share an attention module, and each has its own index in the cache.
+ZAMBA = Style(rotates=lambda module: False, slot=lambda module, layer_idx, **_: layer_idx)
+ZAMBA2 = replace(ZAMBA, rotates=lambda module: module.config.use_mem_rope)

@@ -32,6 +32,16 @@ def split_heads(module: Any, x: Tensor) -> Tensor:
     return x.view(*x.shape[:-1], -1, module.head_dim)
 
 
+def project(module: Any, hidden_states: Tensor, weights: tuple[str, ...] = QKV) -> Projected:
+    """Apply a projection each for queries, keys and values."""
+    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in weights)
+
+
+def output(module: Any, attended: Tensor) -> Tensor:
+    """Apply the output's projection."""
+    return module.o_proj(attended)
+
+
 def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
     """Apply RoPE by the modelling file's own function, if the model has position embeddings."""
     if positions is not None:
@@ -48,7 +58,7 @@ def _heads(module: Any) -> tuple[int, int, int]:
 
 @dataclass(frozen=True)
 class Style:
-    """How a kind of attention module differs from the shared forward. Every function takes the module first.
+    """How a kind of attention module differs from Llama's. Every function takes the module first.
 
     Projections:
     `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`, and applies the model's own
@@ -96,9 +106,9 @@ class Style:
     ranges.
     """
 
-    project: Callable[..., Projected]
-    output: Callable[..., Tensor]
-    weights: tuple[str, ...]
+    project: Callable[..., Projected] = project
+    output: Callable[..., Tensor] = output
+    weights: tuple[str, ...] = QKV
     arguments: tuple[str, ...] = ()
     project_across: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]] | None = None
     forward: Callable[..., Any] | None = None

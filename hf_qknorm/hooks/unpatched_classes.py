@@ -26,8 +26,7 @@ def check_weights(
     """Load weights by transformers' `load`, and refuse a patched checkpoint's for an unpatched model."""
     from hf_qknorm.model.derived import QKNormModel  # here, as the other imports of a model's code
     from hf_qknorm.model.knee_state_dict import loading
-    from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
-    from hf_qknorm.model.stored_eps import expect_eps, take_eps
+    from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored, expect_eps, take_eps
 
     if isinstance(model, QKNormModel):
         return load(model, state_dict, checkpoint_files, *args, **kwargs)

@@ -24,8 +24,14 @@ from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub import papers
-from hf_qknorm.hub.current_report import current_report
-from hf_qknorm.hub.metadata import auto_class, card_data, inherited_fields, is_generated_card, predictions_of
+from hf_qknorm.hub.metadata import (
+    auto_class,
+    card_data,
+    current_report,
+    inherited_fields,
+    is_generated_card,
+    predictions_of,
+)
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.reports.report import MEASURED, Calibration

@@ -19,8 +19,7 @@ from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.names import CARD, CONFIGS, FOLDERS, INDEX, KEPT_CARD, LICENCE, REPORT, TEMPLATES, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import render_card, with_repository, write_card
-from hf_qknorm.hub.current_report import current_report
-from hf_qknorm.hub.metadata import is_generated_card, stated_results
+from hf_qknorm.hub.metadata import current_report, is_generated_card, stated_results
 from hf_qknorm.hub.private import check_private, remove_local_origins
 from hf_qknorm.standalone.generate import add_standalone
 

@@ -11,26 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_qknorm.calibration.knees import with_margin
+from hf_qknorm.reports import tables
 from hf_qknorm.reports.records import FORMAT, LayerStatistics, Prediction, largest_bound, predictions_table, to_json
 from hf_qknorm.reports.report import save_json
-from hf_qknorm.reports.tables import (
-    BOUND,
-    GAINS,
-    READING,
-    ROWS,
-    WIDTH,
-    Page,
-    Points,
-    Table,
-    bound_cell,
-    context_note,
-    mean,
-    over_names,
-    page_html,
-    page_text,
-    pair_of_means,
-    rest,
-)
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 LEVELS = ("calm", "raised", "large", "runaway")  # largest |logit| up to half the cap, the cap, twice the cap, above
@@ -190,15 +173,15 @@ class Inspection:
 
     def table(self) -> str:
         """The measurements, the layers at the highest risk, and the advice, as a page of text."""
-        return page_text(self._page())
+        return tables.page_text(self._page())
 
     def __str__(self) -> str:
         return self.table()
 
     def _repr_html_(self) -> str:
-        return page_html(self._page())
+        return tables.page_html(self._page())
 
-    def _page(self) -> Page:
+    def _page(self) -> tables.Page:
         heads = len(next(iter(self.layers.values())).max_logit)
         state = "unpatched" if self.scheme is None else str(self.scheme)
         title = (
@@ -209,43 +192,49 @@ class Inspection:
         named |= {scheme_name(scheme) + ", fresh gains" * bool(scheme.norms): p for scheme, p in self.trials.items()}
         predicted = predictions_table(named)
         table = self._layer_table()
-        notes = {"gains q, k": GAINS, "bound": BOUND}
-        reading = textwrap.fill("; ".join([READING, *(notes[x] for x in table.rows[0] if x in notes)]), WIDTH)
-        advice = Points(f"Advice: {'leave it as it is' if self.keeps else self.advice.name}", self.advice.reasons)
-        note = context_note(self.length, self.context)
+        notes = {"gains q, k": tables.GAINS, "bound": tables.BOUND}
+        reading = textwrap.fill(
+            "; ".join([tables.READING, *(notes[x] for x in table.rows[0] if x in notes)]), tables.WIDTH
+        )
+        advice = tables.Points(
+            f"Advice: {'leave it as it is' if self.keeps else self.advice.name}", self.advice.reasons
+        )
+        note = tables.context_note(self.length, self.context)
         return (title, predicted, *self._knee_table(), table, reading, note, advice)
 
-    def _layer_table(self) -> Table:
+    def _layer_table(self) -> tables.Table:
         layers, kneed = self.layers.values(), bool(self.present.knee)
         bounded = any(layer.bound is not None for layer in layers)
         gained = any((layer.gain_q, layer.gain_k) != (None, None) for layer in layers)
         optional = ["gains q, k"] * gained + ["bound"] * bounded + ["beyond q, k"] * kneed
-        over, risks = over_names(self.cap), self.risks
+        over, risks = tables.over_names(self.cap), self.risks
         rows = [["layer", "", "max |logit|", "head", "entropy", "head", *over, "rms q", "rms k", *optional]]
-        for risk in risks[:ROWS]:
+        for risk in risks[: tables.ROWS]:
             layer = self.layers[risk.layer]
             row = [risk.layer, risk.level, f"{risk.max_logit:.1f}", str(risk.max_head)]
             row += [f"{risk.entropy:.2f}", str(risk.entropy_head)]
-            row += [f"{mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
-            row += ["-" if x is None else f"{mean(x):.3g}" for x in (layer.rms_q, layer.rms_k)]
+            row += [f"{tables.mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
+            row += ["-" if x is None else f"{tables.mean(x):.3g}" for x in (layer.rms_q, layer.rms_k)]
             row += [", ".join("-" if g is None else f"{g:.3g}" for g in (layer.gain_q, layer.gain_k))] * gained
-            row += [bound_cell(layer.bound)] * bounded
-            rows.append(row + [pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * kneed)
-        return Table(rows, rest(len(risks)))
+            row += [tables.bound_cell(layer.bound)] * bounded
+            rows.append(row + [tables.pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * kneed)
+        return tables.Table(rows, tables.rest(len(risks)))
 
-    def _knee_table(self) -> Page:
+    def _knee_table(self) -> tables.Page:
         knees = self.knees
         if knees is None:
             return ()
         rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
         for trial in knees.trials:
             note = f"← chosen, with a margin over the smallest at most {knees.limit:.3f}" * (trial is knees.chosen)
-            rows.append([f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", bound_cell(trial.bound), note])
+            rows.append(
+                [f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", tables.bound_cell(trial.bound), note]
+            )
         reading = (
             f"{scheme_name(knees.scheme)}, calibrated and judged on an eighth of the sequences, by knee\n"
             f"(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: {knees.jump:+.3f}):"
         )
-        return (reading, Table(rows))
+        return (reading, tables.Table(rows))
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""

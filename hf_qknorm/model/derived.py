@@ -12,8 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, initialization
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -22,6 +23,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from hf_qknorm.attend import functions
 from hf_qknorm.families import FAMILIES, check_scheme, known_families
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.accelerate_hooks import set_module_class
 from hf_qknorm.model.attention import modelling_file, patched_layers
@@ -32,18 +34,46 @@ from hf_qknorm.model.continuous_batching import check_continuous_batching
 from hf_qknorm.model.install import install
 from hf_qknorm.model.knee_state_dict import loading
 from hf_qknorm.model.knees import record_powers, restore_powers
-from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
+from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored, expect_eps, take_eps
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.model.positions import CountsCached
 from hf_qknorm.model.record import load_record, write_record
-from hf_qknorm.model.stored_eps import expect_eps, take_eps
 from hf_qknorm.model.tensor_parallel import plan_norms
 from hf_qknorm.standalone.generate import set_auto_map
 
-if TYPE_CHECKING:  # the mixin precedes a model's own class and uses its methods
+if TYPE_CHECKING:  # mixins precede a model's own class and use its methods
     from transformers import PreTrainedModel as _Model
 else:
     _Model = object
+
+
+class CountsCached(_Model):
+    """A mixin for a model class that, without `position_ids`, numbers the tokens of each call from 0."""
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the model's own forward, with positions that continue those in the cache if none are given."""
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        cache = kwargs.pop(CACHE, past_key_values)
+        if position_ids is None and cache is not None and tokens is not None:
+            new = torch.arange(tokens.shape[1], device=tokens.device)
+            position_ids = (new + cache.get_seq_length())[None]
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **{CACHE: cache},
+            **kwargs,
+        )
 
 
 class QKNormModel(_Model):

@@ -12,10 +12,9 @@ from hf_qknorm.attend.calls import as_results, is_padded_ranges, is_ranges, make
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.model.rotary import kernel_rotary
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import norm_rope
-from hf_qknorm.ops.types import Heads, Norm
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 
 
 class QKNormAttention(KneeStateDict, PlainAttention):
@@ -112,3 +111,19 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             return Norm()
         unhooked = is_unhooked(norm) and (norm is module or is_unhooked(module))
         return norm.as_norm(device) if unhooked and type(norm) is HeadNorm else None
+
+
+def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:
+    """The kernels' rotation from a model's cos and sin: `[B, T, R]` with each angle twice, or `[B, T, R/2]`.
+
+    `rope` is the family's field. "halves": columns i and i + R/2 turn together. "pairs": columns 2i and 2i + 1 do, and
+    the angles are ordered likewise. "pairs_by_halves": as pairs, with angles in the order of halves. "once": as halves,
+    with each angle once.
+    """
+    if positions is None:
+        return None
+    cos, sin = positions
+    width = cos.shape[-1]
+    if rope != "once":
+        cos, sin = (x[..., ::2] if rope == "pairs" else x[..., : width // 2] for x in (cos, sin))
+    return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -14,13 +14,18 @@ _LOADING = ContextVar("transformers is loading a checkpoint", default=False)
 
 
 @contextmanager
-def loading() -> Iterator[None]:
-    """Mark that transformers is loading a checkpoint into a model."""
-    token = _LOADING.set(True)
+def switched_on(switch: ContextVar[bool]) -> Iterator[None]:
+    """A context in which the switch is True."""
+    token = switch.set(True)
     try:
         yield
     finally:
-        _LOADING.reset(token)
+        switch.reset(token)
+
+
+def loading() -> AbstractContextManager[None]:
+    """Mark that transformers is loading a checkpoint into a model."""
+    return switched_on(_LOADING)
 
 
 class KneeStateDict(nn.Module):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import product
 from typing import Any, Final
@@ -17,6 +17,7 @@ from transformers.modeling_utils import load_state_dict
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
+from hf_qknorm.model.knee_state_dict import switched_on
 from hf_qknorm.model.norms import NORM_FIELDS, eps_problem
 
 PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
@@ -29,19 +30,9 @@ class UnpatchedClassError(ValueError):
     """Raised when a class of transformers gets a patched checkpoint or its config."""
 
 
-@contextmanager
-def skip_load_checks() -> Iterator[None]:
+def skip_load_checks() -> AbstractContextManager[None]:
     """Skip the checks of missing tensors and shapes: the caller makes them, and can name the file of a tensor."""
-    token = _SKIPPED.set(True)
-    try:
-        yield
-    finally:
-        _SKIPPED.reset(token)
-
-
-def are_skipped() -> bool:
-    """Whether the caller of `from_pretrained` makes the checks of missing tensors."""
-    return _SKIPPED.get()
+    return switched_on(_SKIPPED)
 
 
 def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> bool:
@@ -136,3 +127,58 @@ def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueEr
         f"{keys[0]!r}. The config (config.json, or a qk_norm argument) has qk_norm = {' and '.join(scheme)}; loading "
         "would silently change the model. Restore the matching config.json or weights, or drop the argument"
     )
+
+
+ROUNDING: Final = 0.01  # of a cast to 16 bits by another tool
+
+
+def expect_eps(model: PreTrainedModel, has_eps: bool) -> None:
+    """Let transformers load the ε in the weights, if they hold any; see `take_eps`.
+
+    Raises ValueError for a knee with neither ε in the weights nor powers in the config.
+    """
+    for name, layer in patched_layers(model).items():
+        config: Any = layer.config
+        norms = [norm for norm in head_norms(layer).values() if norm.knee]
+        if norms and not has_eps and config.qk_norm_powers is None and not _SKIPPED.get():
+            raise ValueError(
+                f"{config_file(config)} has a knee of {layer.scheme.knee:g} and no qk_norm_powers, the means that it "
+                f"multiplies; nor do the weights hold eps for {name}. Restore the config.json that was saved with the "
+                "weights"
+            )
+        for norm in norms:
+            norm.expect_eps()
+
+
+def take_eps(model: PreTrainedModel, missing: set[str]) -> None:
+    """Compare the loaded ε of each norm with the config's, or take it if the config has no powers (versions 0.1, 0.2).
+
+    `missing` are the tensors that the weights lack; an ε that the config makes up for is removed from it. Raises
+    ValueError for an ε that contradicts the config, and for one that neither the config nor this process has.
+    """
+    for name, layer in patched_layers(model).items():
+        config: Any = layer.config
+        for norm_name, norm in head_norms(layer).items():
+            if "eps" not in norm._buffers:
+                continue
+            key, in_config = f"{name}.{norm_name}.eps", config.qk_norm_powers is not None
+            stored: Any = norm._buffers["eps"]
+            absent = key in missing or stored.is_meta or not stored
+            if in_config:
+                missing.discard(key)
+            if _SKIPPED.get():  # the caller compares it with the weights
+                continue
+            del norm._buffers["eps"]
+            check_loaded(model, missing & {key}, ())
+            if absent and not in_config:
+                raise ValueError(
+                    f"{key} of version 0.2 or older is not in this process's memory: load the checkpoint once as a "
+                    "whole, without offloading and FSDP, and save it with save_pretrained"
+                )
+            if not in_config:
+                norm.take_eps(stored)
+            elif not absent and abs(float(stored) / float(norm.eps) - 1) > ROUNDING:
+                raise ValueError(
+                    f"{key} is {float(stored):g} in the weights, and {float(norm.eps):g} by the knee and the "
+                    f"qk_norm_powers of {config_file(config)}. Restore the config.json that was saved with the weights"
+                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,10 +36,6 @@ AS_STEP = Form(
 )
 
 
-def _check_attention(heads: Heads, visible: Visible, options: Options, **results: Tensor) -> None:
-    check_call(heads, visible, options)
-
-
 def _check_fused(heads: Heads, visible: Visible, options: Options, *, statistics: bool, **results: Tensor) -> None:
     fused_checks.check_attention(heads, visible, options)
     if results:
@@ -62,7 +58,7 @@ def _check_norms_into(
     fused_checks.check_written(k, cache["positions"])
 
 
-ATTENTION = Operator("attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", AS_CALL, _check_attention)
+ATTENTION = Operator("attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", AS_CALL, check_call)
 ATTENTION_BACKWARD = ATTENTION.derivative(("grad",), ("out", "lse"), (*HEADS, "sinks"))
 FUSED_FIELDS = {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS, "statistics": "bool"}
 FOUR = "(Tensor, Tensor, Tensor, Tensor)"
@@ -193,13 +189,9 @@ def _repeating(operator: Operator) -> Callable[..., Any]:
     return plans.Repeated(operator, growing.get(operator))
 
 
-def _direct(operator: Operator, values: Values, formed: Any = None) -> Any:
-    """A call as an earlier one of the same shapes, which takes the host a third of the time."""
-    return _repeating(operator)(values, formed)
-
-
+# A call as an earlier one of the same shapes takes the host a third of the time.
 for repeats in (FUSED_ATTENTION, FUSED_ATTENTION_BACKWARD, NORM_ROPE_HEADS, NORM_ROPE_BACKWARD, FUSED_STEP):
-    repeats.direct = partial(_direct, repeats)
+    repeats.direct = lambda values, formed=None, operator=repeats: _repeating(operator)(values, formed)
 
 
 def _parameters(*norms: Norm) -> Results:

@@ -67,16 +67,13 @@ class _BlendSchedule(Schedule):
     """Sets a blend, before the first step and after each."""
 
     target = 1.0
+    settings = ("share", "shape", "steps")
 
     def __init__(self, share: float = 0.5, shape: Shape = "linear", steps: int | None = None) -> None:
         super().__init__(share, steps)
         if shape not in ("linear", "cosine"):
             raise ValueError(f'shape={shorten(shape)}: expected "linear" or "cosine"')
         self.shape = shape
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"share": self.share, "shape": self.shape, "steps": self.steps}
 
     def at(self, step: int, steps: int, start: float = 0.0) -> float:
         """The blend before step `step` (the first is 0) of a run of `steps` that begins with the blend `start`."""

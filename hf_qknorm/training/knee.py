@@ -49,6 +49,7 @@ class KneeSchedule(Schedule):
     """
 
     noun = "knee"
+    settings = ("share", "target", "steps", "after")
 
     def __init__(
         self, share: float = 0.5, target: float = 0.0, steps: int | None = None, *, after: float = 0.0
@@ -57,10 +58,6 @@ class KneeSchedule(Schedule):
         if not target >= 0:
             raise ValueError(f"target={target}: expected a knee, a number ≥ 0")
         self.target = min(target, NO_NORM)
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {"share": self.share, "target": self.target, "steps": self.steps, "after": self.after}
 
     def at(self, step: int, steps: int, start: float) -> float:
         """The knee before step `step` (the first is 0) of a run of `steps` that begins with the knee `start`."""

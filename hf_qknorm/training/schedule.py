@@ -27,6 +27,7 @@ class Schedule(ABC, TrainerCallback, ExportableState):
 
     target: float
     noun: ClassVar[str]  # the number's name in the log
+    settings: ClassVar[tuple[str, ...]]  # the names of the arguments
 
     def __init__(self, share: float, steps: int | None, after: float = 0.0) -> None:
         if not 0 < share <= 1:
@@ -44,9 +45,9 @@ class Schedule(ABC, TrainerCallback, ExportableState):
         self.value: float | None = None  # the present number
 
     @property
-    @abstractmethod
     def arguments(self) -> dict[str, Any]:
         """The arguments that make an equal schedule."""
+        return {name: getattr(self, name) for name in self.settings}
 
     @abstractmethod
     def path(self, done: float, start: float) -> float:

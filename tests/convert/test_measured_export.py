@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import Scheme, calibrate, cli, export_native, patch_model, remove_norms, set_knee
-from hf_qknorm.convert.measured_export import export_measured
+from hf_qknorm.convert.remeasure import export_measured
 from hf_qknorm.measure.predictions import loss_of
 
 TEXT = "Long ago, a small model of language was asked to forget its norms. " * 40

@@ -19,8 +19,8 @@ from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.install import as_unpatched
+from hf_qknorm.model.kernel_attention import kernel_rotary
 from hf_qknorm.model.plain_attention import PlainAttention
-from hf_qknorm.model.rotary import kernel_rotary
 from hf_qknorm.ops.types import Rotary
 from qknorm_tests.tables import (
     OLD_TRANSFORMERS,

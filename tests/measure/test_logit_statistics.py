@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_qknorm import Scheme, logit_statistics, patch_model, unpatch_model
-from hf_qknorm.families import FAMILIES, separate
+from hf_qknorm.families import FAMILIES, style
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.covering import covering
@@ -47,7 +47,7 @@ def projections(model, batch):
 
             def note(module, args, kwargs, name=name):
                 states = args[0] if args else kwargs["hidden_states"]
-                project = separate.project if module.has_own_norms else module.family.style.project
+                project = style.project if module.has_own_norms else module.family.style.project
                 seen[name]["q"], seen[name]["k"], seen[name]["v"], *_ = project(module, states)
 
             stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)

@@ -13,7 +13,7 @@ import torch
 from hf_qknorm.ops import reference
 from hf_qknorm.standalone.bundler import Bundle
 
-OUTPUTS = (("hf_qknorm.families.separate", "output"), ("hf_qknorm.families.learned", "output"))
+PROJECTIONS = (("hf_qknorm.families.style", "project"), ("hf_qknorm.families.latent", "project"))
 
 
 @pytest.fixture
@@ -45,18 +45,18 @@ def test_it_bundles_only_needed_definitions():
 
 
 def test_definitions_of_equal_names_get_their_modules_names(run):
-    bundle = Bundle(OUTPUTS)
-    assert [bundle.bundled_name(root) for root in OUTPUTS] == ["separate_output", "learned_output"]
+    bundle = Bundle(PROJECTIONS)
+    assert [bundle.bundled_name(root) for root in PROJECTIONS] == ["style_project", "latent_project"]
     names = run(bundle.text())
-    assert "output" not in names
-    assert {"separate_output", "learned_output"} <= set(names)
+    assert "project" not in names
+    assert {"style_project", "latent_project"} <= set(names)
 
 
 def test_references_to_a_renamed_definition_are_renamed(run):
-    """GPT-2's style refers to its `output`, and another module's `output` is bundled too."""
-    bundle = Bundle((("hf_qknorm.families.learned", "GPT2"), OUTPUTS[0]))
+    """MiniCPM 3's style refers to its `project`, and another module's `project` is bundled too."""
+    bundle = Bundle((("hf_qknorm.families.latent", "MINICPM3"), PROJECTIONS[0]))
     names = run(bundle.text())
-    assert names["GPT2"].output is names["learned_output"]
+    assert names["MINICPM3"].project is names["latent_project"]
 
 
 def test_a_replacement_is_bundled_instead_of_the_original():

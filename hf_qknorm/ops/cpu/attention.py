@@ -77,7 +77,7 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
     return None
 
 
-def check(heads: Heads, visible: Visible, options: Options) -> None:
+def check(heads: Heads, visible: Visible, options: Options, **results: Tensor) -> None:
     """Raise ValueError unless the kernels take a call, with the reason."""
     check_call(heads, visible, options)
     reason = None if heads.q.is_meta else why_not(heads, visible, options)
@@ -85,11 +85,7 @@ def check(heads: Heads, visible: Visible, options: Options) -> None:
         raise ValueError(f"the C++ kernels do not take this call: {reason}. Use library.attention")
 
 
-def _check(heads: Heads, visible: Visible, options: Options, **results: Tensor) -> None:
-    check(heads, visible, options)
-
-
-CPU_ATTENTION = Operator("cpu_attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", AS_CALL, _check)
+CPU_ATTENTION = Operator("cpu_attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", AS_CALL, check)
 CPU_ATTENTION_BACKWARD = CPU_ATTENTION.derivative(("grad",), ("out", "normaliser"), (*HEADS, "sinks"))
 CPU_ATTENTION.implement(kernels.forward)
 CPU_ATTENTION_BACKWARD.implement(kernels.backward)

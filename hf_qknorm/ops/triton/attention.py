@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope, parts, schedule
+from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope, schedule, shared_blocks
 from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, ranges_of_queries
 from hf_qknorm.ops.triton.attention_backward import (
@@ -36,8 +36,8 @@ from hf_qknorm.ops.triton.launch import (
     tiles,
     uses_pointers,
 )
-from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
-from hf_qknorm.ops.triton.raw_gradient import RawGradient
+from hf_qknorm.ops.triton.norm_rope import PreparedHeads
+from hf_qknorm.ops.triton.shared_blocks import RawGradient
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible, laid_out
 
 
@@ -115,7 +115,7 @@ def _forward(
         **statistics,
     )
     if shared:
-        parts.combine(results, normalisers, out, normaliser)
+        shared_blocks.combine(results, normalisers, out, normaliser)
 
 
 def _launch(
@@ -196,7 +196,7 @@ def backward(
     _, query_gradient, key_gradient, _ = tiles(heads.q, options.dropout > 0)
     division = schedule.of_queries(heads.q, heads.k, query_gradient, options)
     store = partial(gradient, query_gradient_kernel, query_gradient, division, options.scale, visible.ranges)
-    q_gain, q_bias = parts.raw_gradients(
+    q_gain, q_bias = shared_blocks.raw_gradients(
         store, division, query_gradient.queries, inner.q, inner.q_norm, inner.rotary, DX=dq
     )
     # prepared queries hold a part of the scale: see ops/README.md
@@ -204,7 +204,7 @@ def backward(
     ranges = None if visible.ranges is None else ranges_of_queries(visible.ranges, heads.k.shape[2])
     division = schedule.of_keys(heads.q, heads.k, key_gradient, options)
     store = partial(gradient, key_gradient_kernel, key_gradient, division, k_factor, ranges)
-    k_gain, k_bias = parts.raw_gradients(
+    k_gain, k_bias = shared_blocks.raw_gradients(
         store, division, key_gradient.keys, inner.k, inner.k_norm, inner.rotary, DX=dk, DV=dv
     )
     dsinks = None

@@ -12,15 +12,7 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.arguments import Sizes
-from hf_qknorm.ops.triton.head_tiles import (
-    add_weighted,
-    both_parts,
-    load_tile,
-    products,
-    scaled,
-    store_tile,
-    zero_tile,
-)
+from hf_qknorm.ops.triton.head_tiles import add_weighted, both_parts, load_tile, products, scaled, store_tile, zero_tile
 from hf_qknorm.ops.triton.score_math import (
     QueryRows,
     drop,
@@ -141,7 +133,7 @@ def query_gradient_kernel(
     """The gradient of the raw queries, `parts` programs for a block of queries and a head; loops as in
     `forward_kernel`.
 
-    Several parts store sums of their own, in heads H·parts of DX, which `parts.add_parts_kernel` adds up.
+    Several parts store sums of their own, in heads H·parts of DX, which `shared_blocks.add_parts_kernel` adds up.
     """
     sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
     block = query_block(sizes, C)
@@ -235,7 +227,7 @@ def key_gradient_kernel(
     """The gradients of the raw keys and of the values: `parts` programs for a block of keys, over a group's heads.
 
     Several parts have equal shares of the tiles, but for one. They store sums of their own, in heads Hk·parts of DX and
-    DV, which `parts.add_parts_kernel` adds up.
+    DV, which `shared_blocks.add_parts_kernel` adds up.
     """
     sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
     blocks = tl.cdiv(keys, C.BLOCK_N)

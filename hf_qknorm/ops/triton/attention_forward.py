@@ -11,15 +11,7 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.arguments import Sizes
-from hf_qknorm.ops.triton.head_tiles import (
-    add_weighted,
-    both_parts,
-    load_tile,
-    products,
-    scaled,
-    store_tile,
-    zero_tile,
-)
+from hf_qknorm.ops.triton.head_tiles import add_weighted, both_parts, load_tile, products, scaled, store_tile, zero_tile
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
     QueryRows,
@@ -121,7 +113,7 @@ def forward_kernel(
 ):  # fmt: skip
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
 
-    Several parts store results of their own, in heads H·parts, which `parts.combine_parts_kernel` combines.
+    Several parts store results of their own, in heads H·parts, which `shared_blocks.combine_parts_kernel` combines.
 
     With BEYOND there are two loops, one after the other, and one is empty: C serves the groups of heads whose
     scores are within the limit, BEYOND the others. The branches of a condition would double the shared memory.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, Sizes
 from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, descriptor, launch, padded
-from hf_qknorm.ops.triton.prepared_heads import PreparedHeads
+from hf_qknorm.ops.triton.norm_rope import PreparedHeads
 from hf_qknorm.ops.triton.schedule import query_section
 from hf_qknorm.ops.types import Options, Visible
 

@@ -15,9 +15,9 @@ from hf_qknorm.ops.triton.arguments import (
     partial_sums,
     sum_to,
 )
-from hf_qknorm.ops.triton.launch import launch, padded
+from hf_qknorm.ops.triton.launch import dense, launch, padded, units
 from hf_qknorm.ops.triton.norm_rope_kernel import norm_rope_gradient_kernel, norm_rope_kernel
-from hf_qknorm.ops.types import Norm, Rotary, laid_out
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, laid_out
 
 ROWS = {16: 128, 32: 64, 64: 32, 128: 16, 256: 8}  # of a tile, by its columns: two loads of 16 bytes a thread
 WARPS = 4
@@ -170,3 +170,30 @@ def _arguments(q: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None, fac
         "INTERLEAVED": rotary is not None and rotary.interleaved,
         "num_warps": WARPS,
     }
+
+
+class PreparedHeads(NamedTuple):
+    """q, k, v after norm and RoPE, and the largest norms of q and k `[B, Hk, 2]` if one of these was applied.
+
+    A score is q·k, times `unit` if `scaled`; `cap` makes logits of scores.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bound: Tensor | None
+    unit: float
+    cap: float
+    scaled: bool
+
+    @classmethod
+    def of(cls, heads: Heads, options: Options) -> PreparedHeads:
+        v = dense(heads.v)
+        unit, cap, scaled = units(options.scale, options.softcap)
+        if not heads.raw:
+            return cls(dense(heads.q), dense(heads.k), v, None, unit, cap, scaled)
+        before, after = (unit, cap) if scaled else (cap, 1.0)
+        q, k, _, q_norm, k_norm, rotary = heads
+        normed = forward(q, k, q_norm, k_norm, rotary, before, bounded=True)
+        assert normed.k is not None
+        return cls(normed.q, normed.k, v, normed.bound, 1.0, after, False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import Thread
-from typing import NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,13 @@ from hf_qknorm.ops import flex, library, reference
 from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.cpu import norm_rope as cpu_norm_rope
 from hf_qknorm.ops.error_budget import Verdict, verdict
+from hf_qknorm.ops.tiled import HeadStatistics
 from hf_qknorm.ops.trust.code_path import CodePath
 from hf_qknorm.ops.trust.problems import Problem, problems
 from hf_qknorm.ops.types import Heads, LayerCache
 
 Results = dict[str, Tensor]
+Compute = Callable[[Problem], Results]
 SIGMAS = 6.0  # by which the share of dropped weights may miss the rate
 
 
@@ -109,7 +111,7 @@ def _spread(problem: Problem, leaves: Results, dtype: torch.dtype) -> Results:
     return {name: x.requires_grad_(problem.path.gradient) for name, x in made.items()}
 
 
-def _evaluate(compute: Callable[[Problem], Results], problem: Problem, leaves: Results) -> Results:
+def _evaluate(compute: Compute, problem: Problem, leaves: Results) -> Results:
     """Outputs for these leaves, and the leaves' gradients if the path has them."""
     q_norm, k_norm = (
         norm._replace(gain=leaves.get(f"gain of {x}"), bias=leaves.get(f"bias of {x}"))
@@ -125,22 +127,6 @@ def _evaluate(compute: Callable[[Problem], Results], problem: Problem, leaves: R
     upstream = [torch.randn(x.shape, generator=generator).to(problem.path.dtype).to(x) for x in outputs.values()]
     gradients = torch.autograd.grad([*outputs.values()], [*leaves.values()], upstream, allow_unused=True)
     return results | {f"gradient of {name}": x for name, x in zip(leaves, gradients, strict=True) if x is not None}
-
-
-def _attention(problem: Problem) -> Results:
-    return {"output": library.fused_attention(*problem[1:4])}
-
-
-def _flex(problem: Problem) -> Results:
-    return {"output": flex.checked_attention(*problem[1:4])}
-
-
-def _cpu(problem: Problem) -> Results:
-    return {"output": cpu_attention.attention(*problem[1:4])}
-
-
-def _attention_oracle(problem: Problem) -> Results:
-    return {"output": _attended(problem).out}
 
 
 def _attended(problem: Problem) -> reference.Attended:
@@ -168,34 +154,8 @@ def _statistics(problem: Problem) -> Results:
     return {"largest logit": largest.where(rows, 0.0).amax((0, 2)), "entropy": entropy}
 
 
-def _cpu_statistics(problem: Problem) -> Results:
-    found = cpu_attention.head_statistics(*problem[1:4])
+def _by_head(found: reference.Attended | HeadStatistics) -> Results:
     return {"largest logit": found.max_logit, "entropy": found.entropy}
-
-
-def _statistics_oracle(problem: Problem) -> Results:
-    found = _attended(problem)
-    return {"largest logit": found.max_logit, "entropy": found.entropy}
-
-
-def _norm_rope(problem: Problem) -> Results:
-    return dict(zip(("queries", "keys"), library.norm_rope(problem.heads), strict=True))
-
-
-def _norm_rope_oracle(problem: Problem) -> Results:
-    return dict(zip(("queries", "keys"), reference.norm_rope(problem.heads), strict=True))
-
-
-def _norm_rope_one(problem: Problem) -> Results:
-    return {"queries": library.norm_rope_one(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)}
-
-
-def _cpu_norm_rope(problem: Problem) -> Results:
-    return {"queries": cpu_norm_rope.norm_rope_one(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)}
-
-
-def _norm_rope_one_oracle(problem: Problem) -> Results:
-    return {"queries": reference.norm_rope_one(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)}
 
 
 def _norm_rope_into(problem: Problem) -> Results:
@@ -203,10 +163,6 @@ def _norm_rope_into(problem: Problem) -> Results:
     keys, values, positions = torch.zeros_like(k), torch.zeros_like(v), torch.arange(k.shape[2], device=k.device)
     queries = library.norm_rope_into(problem.heads, keys, values, positions)
     return {"queries": queries, "keys": keys, "values": values}
-
-
-def _norm_rope_into_oracle(problem: Problem) -> Results:
-    return {**_norm_rope_oracle(problem), "values": problem.heads.v}
 
 
 def _step(problem: Problem) -> Results:
@@ -231,17 +187,37 @@ def _step_oracle(problem: Problem) -> Results:
     return {"output": out, "keys": new, "values": v[:, :, old:]}
 
 
+def _norm_rope(module: Any) -> Compute:
+    return lambda problem: dict(zip(("queries", "keys"), module.norm_rope(problem.heads), strict=True))
+
+
+def _norm_rope_one(module: Any) -> Compute:
+    return lambda problem: {
+        "queries": module.norm_rope_one(problem.heads.q, problem.heads.q_norm, problem.heads.rotary)
+    }
+
+
+def _oracle(problem: Problem) -> Results:
+    return {"output": _attended(problem).out}
+
+
 # Each operator, and its specification.
-OPERATORS = {
-    "attention": (_attention, _attention_oracle),
-    "flex": (_flex, _attention_oracle),
-    "cpu": (_cpu, _attention_oracle),
-    "statistics": (_statistics, _statistics_oracle),
-    "cpu_statistics": (_cpu_statistics, _statistics_oracle),
-    "cpu_norm_rope": (_cpu_norm_rope, _norm_rope_one_oracle),
-    "norm_rope": (_norm_rope, _norm_rope_oracle),
-    "norm_rope_one": (_norm_rope_one, _norm_rope_one_oracle),
-    "norm_rope_into": (_norm_rope_into, _norm_rope_into_oracle),
+OPERATORS: Final[dict[str, tuple[Compute, Compute]]] = {
+    "attention": (lambda problem: {"output": library.fused_attention(*problem[1:4])}, _oracle),
+    "flex": (lambda problem: {"output": flex.checked_attention(*problem[1:4])}, _oracle),
+    "cpu": (lambda problem: {"output": cpu_attention.attention(*problem[1:4])}, _oracle),
+    "statistics": (_statistics, lambda problem: _by_head(_attended(problem))),
+    "cpu_statistics": (
+        lambda problem: _by_head(cpu_attention.head_statistics(*problem[1:4])),
+        lambda problem: _by_head(_attended(problem)),
+    ),
+    "cpu_norm_rope": (_norm_rope_one(cpu_norm_rope), _norm_rope_one(reference)),
+    "norm_rope": (_norm_rope(library), _norm_rope(reference)),
+    "norm_rope_one": (_norm_rope_one(library), _norm_rope_one(reference)),
+    "norm_rope_into": (
+        _norm_rope_into,
+        lambda problem: _norm_rope(reference)(problem) | {"values": problem.heads.v},
+    ),
     "step": (_step, _step_oracle),
     "append": (_step, _step_oracle),
 }

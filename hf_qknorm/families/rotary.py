@@ -1,16 +1,15 @@
-"""Models that scale queries by their position, compute their own position embeddings, or share a module."""
+"""Models that rotate queries and keys in a way of their own: a part of each head, or with a scale by position."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.families.separate import output, project
-from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
+from hf_qknorm.families.separate import output_dense
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, project, rotate, split_heads
 
 
 def rotate_llama4(
@@ -74,23 +73,31 @@ def rotate_moshi(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, *
     return rotate(module, q, k, v, module.rotary_emb(v, arguments.get("position_ids")))
 
 
-def unsupported_zamba2(config: Any) -> str | None:
-    """Return the reason why a model with this config can't be patched, or None."""
-    reason = "use_shared_attention_adapter=True: each layer adds projections of its own to a shared attention"
-    return reason if config.use_shared_attention_adapter else None
+def rotate_part(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
+    width = module.rotary_ndims
+    q_rotated, k_rotated = module.modelling.apply_rotary_pos_emb(q[..., :width], k[..., :width], *positions)
+    return torch.cat((q_rotated, q[..., width:]), dim=-1), torch.cat((k_rotated, k[..., width:]), dim=-1), v
+
+
+def project_phi(module: Any, hidden_states: Tensor) -> Projected:
+    """Apply the norms that the config may switch on, on the memory layout `[B, H, T, D]`."""
+    q, k, v = project(module, hidden_states)
+    if module.qk_layernorm:
+        q = module.q_layernorm(q.transpose(1, 2)).transpose(1, 2)
+        k = module.k_layernorm(k.transpose(1, 2)).transpose(1, 2)
+    return q, k, v
+
+
+def project_persimmon(module: Any, hidden_states: Tensor) -> Projected:
+    q, k, v = module._split_heads(module.query_key_value(hidden_states))
+    return (module.q_layernorm(q), module.k_layernorm(k), v) if module.qk_layernorm else (q, k, v)
 
 
 LLAMA4 = Style(
-    project,
-    output,
-    QKV,
-    rotate=rotate_llama4,
-    query_scale=query_scale_llama4,
-    own_norms=("qk_norm", "qk_norm"),
-    norms_rotated=True,
+    rotate=rotate_llama4, query_scale=query_scale_llama4, own_norms=("qk_norm", "qk_norm"), norms_rotated=True
 )
-MINISTRAL3 = Style(project, output, QKV, rotate=rotate_ministral3, query_scale=query_scale_ministral3)
-RECURRENT_GEMMA = Style(project, output, QKV, rotate=rotate_recurrent_gemma)
+MINISTRAL3 = Style(rotate=rotate_ministral3, query_scale=query_scale_ministral3)
+RECURRENT_GEMMA = Style(rotate=rotate_recurrent_gemma)
 MOSHI = Style(
     project_moshi,
     output_moshi,
@@ -98,12 +105,15 @@ MOSHI = Style(
     arguments=("codebook_idx",),
     rotate=rotate_moshi,
 )
-# Several layers of Zamba share an attention module, and each has its own index in the cache.
-ZAMBA = Style(
-    project,
-    output,
-    QKV,
-    rotates=lambda module: False,
-    slot=lambda module, layer_idx, **_: layer_idx,
+NORMS = ("q_layernorm", "k_layernorm")
+PHI = Style(project_phi, output_dense, rotate=rotate_part, own_norms=NORMS)
+STABLELM = Style(project_phi, rotate=rotate_part, own_norms=NORMS)
+PERSIMMON = Style(
+    project_persimmon,
+    output_dense,
+    ("query_key_value",),
+    rotate=rotate_part,
+    own_norms=NORMS,
+    dropout=lambda module: module.config.attention_dropout,
+    interleaved=lambda module: True,
 )
-ZAMBA2 = replace(ZAMBA, rotates=lambda module: module.config.use_mem_rope)
