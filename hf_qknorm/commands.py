@@ -40,7 +40,7 @@ def _convert(options: Namespace) -> None:
     if options.calibration is not None:
         check_text(options.calibration)
     places = (options.source, options.destination, options.scheme)
-    names = ("calibration", "method", "knee", "length", "standalone", "overwrite", "allow_pickle")
+    names = ("calibration", "method", "knee", "length", "standalone", "exportable", "overwrite", "allow_pickle")
     planned = {name: getattr(options, name) for name in names}
     print(plan_conversion(*places, **planned))
     if options.push is not None:

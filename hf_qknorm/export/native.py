@@ -45,9 +45,12 @@ class NativeExport:
     destination: Path
     model_type: str
     architecture: str
+    scaled: bool = False  # projections of queries and keys, for a knee
 
     def __str__(self) -> str:
-        return f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"
+        text = f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"
+        warning = "serve it, do not train it with Adam, whose steps are too large for the projections of its knee"
+        return f"{text}\n{warning}" if self.scaled else text
 
 
 def export_native(
@@ -114,7 +117,8 @@ def export_native(
             source.weights.rewrite(out, plan.planned)
             source.check_unchanged()
             check_result(out)
-    return NativeExport(folder, destination, target.model_type, config.architectures[0])
+    scaled = bool(patched.scheme.norms and patched.scheme.knee)
+    return NativeExport(folder, destination, target.model_type, config.architectures[0], scaled)
 
 
 def _check_config(folder: Path, config: Any) -> None:
