@@ -152,7 +152,7 @@ def _add_export(commands: Any) -> None:
     ended = "With --texts, norms that still act are taken off too, and the loss is measured before and after."
     add = commands.add_parser("export", help=about, description=f"{about}. {removed} {ended}").add_argument
     add("source", metavar="SRC", help="a folder with a patched checkpoint")
-    add("destination", metavar="DST", help="a new folder")
+    add("destination", metavar="DST", nargs="?", help="a new folder; without it, list the ways to serve the checkpoint")
     add("--overwrite", action="store_true", help=OVERWRITE)
     text = "take off norms that still act, and measure the cost on this text, a file, a folder or a Hub dataset"
     add("--texts", metavar="TEXT", help=text)

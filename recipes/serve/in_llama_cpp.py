@@ -1,0 +1,63 @@
+"""Run in llama.cpp's environment by serve_llama_cpp.py: quantise a GGUF, and score sequences of tokens."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+from llama_cpp_py_sync import __llama_cpp_tag__, __version__
+from llama_cpp_py_sync._cffi_bindings import get_ffi, get_lib
+
+TYPES = {"q8_0": 7, "q6_k": 18, "q4_k_m": 15}  # llama.h's llama_ftype
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("gguf", type=Path)
+    parser.add_argument("sequences", type=Path)
+    parser.add_argument("out", type=Path)
+    options = parser.parse_args()
+    sequences = json.loads(options.sequences.read_text())
+    lib, ffi = get_lib(), get_ffi()
+    lib.llama_backend_init()
+    losses = {"f16": mean_loss(lib, ffi, options.gguf, sequences)}
+    for name, number in TYPES.items():
+        made = options.gguf.with_suffix(f".{name}.gguf")
+        params = lib.llama_model_quantize_default_params()
+        params.ftype = number
+        assert lib.llama_model_quantize(str(options.gguf).encode(), str(made).encode(), ffi.addressof(params)) == 0
+        losses[name] = mean_loss(lib, ffi, made, sequences)
+        made.unlink()
+    options.out.write_text(json.dumps({"losses": losses, "version": f"{__llama_cpp_tag__} ({__version__})"}))
+
+
+def mean_loss(lib, ffi, gguf: Path, sequences: list[list[int]]) -> float:
+    """The mean loss of all tokens but the first of each sequence, in nats."""
+    model = lib.llama_model_load_from_file(str(gguf).encode(), lib.llama_model_default_params())
+    params = lib.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = len(sequences[0])
+    context = lib.llama_init_from_model(model, params)
+    vocabulary = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(model))
+    losses = []
+    for tokens in sequences:
+        lib.llama_memory_clear(lib.llama_get_memory(context), True)
+        batch = lib.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
+        assert lib.llama_decode(context, batch) == 0
+        raw = ffi.buffer(lib.llama_get_logits(context), 4 * vocabulary * len(tokens))
+        logits = np.frombuffer(raw, np.float32).reshape(len(tokens), vocabulary)[:-1].astype(np.float64)
+        own = logits[np.arange(len(tokens) - 1), tokens[1:]]
+        top = logits.max(1)
+        losses += (np.log(np.exp(logits - top[:, None]).sum(1)) + top - own).tolist()
+        lib.llama_batch_free(batch)
+    lib.llama_free(context)
+    lib.llama_model_free(model)
+    return sum(losses) / len(losses)
+
+
+if __name__ == "__main__":
+    main()
