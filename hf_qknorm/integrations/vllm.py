@@ -21,5 +21,5 @@ def register() -> None:
     for model_type in known_families():
         if (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)) is not None:
             config = CONFIG_MAPPING[model_type]
-            kind = "MoE" if any(getattr(config, config.attribute_map.get(x, x), None) for x in EXPERTS) else ""
+            kind = "MoE" if any(getattr(config, setting, None) for setting in EXPERTS) else ""
             ModelRegistry.register_model(f"{PREFIX}{name}", f"{BACKEND}{kind}ForCausalLM")

@@ -18,6 +18,7 @@ from markdown_table import opening, publish, table
 __all__ = ["environment", "page", "predictions", "table"]
 
 ROOT = Path(__file__).parents[2]
+MADE = made()  # of the commit that a run starts with
 
 
 def environment(folder: Path, *packages: str, seconds: int = 300) -> Path:
@@ -52,5 +53,5 @@ def predictions(model: Any, prompts: list[list[int]], count: int) -> tuple[list[
 
 def page(title: str, doc: str | None, versions: dict[str, str], lines: list[str], out: Path) -> None:
     """Write a page: the recipe's description, versions and commit, and these lines."""
-    provenance = ", ".join(f"{name} {value}" for name, value in {**versions, **made()}.items())
+    provenance = ", ".join(f"{name} {value}" for name, value in {**versions, **MADE}.items())
     publish("\n".join([*opening(title, doc, provenance), *lines]), out)

