@@ -17,10 +17,11 @@ def served(folder: str, eager: bool, options: argparse.Namespace, prompts: list[
     """Log-probabilities of the prompts, and greedy texts twice: the second time prompts come from the prefix cache."""
     from vllm import LLM, SamplingParams
 
+    own = "auto_map" in json.loads((Path(folder) / "config.json").read_text())
     llm = LLM(
         folder,
         trust_remote_code=not options.package,
-        model_impl="auto" if options.package else "transformers",
+        model_impl="auto" if options.package or not own else "transformers",
         dtype="float32",
         max_model_len=256,
         max_num_seqs=4,

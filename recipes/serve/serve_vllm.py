@@ -4,11 +4,12 @@
 
 Each checkpoint is a tiny model of random weights, gains and biases in fp32, calibrated on random tokens. vLLM (on the
 CPU, in its own virtual environment) runs it by the code beside the weights (`trust_remote_code=True`), where hf_qknorm
-can't be imported, and by hf_qknorm's plugin without that, each compiled and with `enforce_eager=True`. Prompts have 180
-and 100 tokens, and are prefilled in chunks of 64; the greedy texts of 24 tokens are made twice, the second time from
-the prefix cache. "difference" is the largest of the prompts' log-probabilities from transformers', "without the scheme"
-that of the model's own attention. "greedy" counts the equal texts of both times. The recipe fails above a difference of
-1e-4, with another greedy text, or if a checkpoint is refused that is not expected to be.
+can't be imported, and by hf_qknorm's plugin without that, each compiled and with `enforce_eager=True`. Exports are run
+by vLLM's own models. Prompts have 180 and 100 tokens, and are prefilled in chunks of 64; the greedy texts of 24 tokens
+are made twice, the second time from the prefix cache. "difference" is the largest of the prompts' log-probabilities
+from transformers', "without the scheme" that of the model's own attention. "greedy" counts the equal texts of both
+times. The recipe fails above a difference of 1e-4, with another greedy text, or if a checkpoint is refused that is not
+expected to be.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ TINY: dict[str, Any] = {
 HEADS: dict[str, Any] = {"num_key_value_heads": 4}  # of types without grouped heads
 GPT2: dict[str, Any] = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 256} | HEADS
 Case = tuple[str, dict[str, Any], Any]  # a model type, its settings beside `TINY`, a scheme
+EXPORTED = {"Llama, exported as Qwen3": False, "Llama, norms taken off": True}  # whether norms end; vLLM's own models
 SERVED: dict[str, Case] = {
     "Llama, qk_norm": ("llama", {}, qk.Scheme(q="rms", k="rms", knee=16.0)),
     "Llama, qk_norm, sharp": ("llama", {}, "qk_norm"),
@@ -59,6 +61,8 @@ SERVED: dict[str, Case] = {
                          qk.Scheme(q="rms", k="rms", softcap=5.0)),
     "Gemma 2, another cap": ("gemma2", {"sliding_window": 16, "query_pre_attn_scalar": 32}, qk.Scheme(softcap=5.0)),
     "gpt-oss, sinks": ("gpt_oss", {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2}, "qk_norm"),
+    "Llama, exported as Qwen3": ("llama", {"rms_norm_eps": 1e-5}, qk.Scheme(q="rms", k="rms")),
+    "Llama, norms taken off": ("llama", {}, "qk_norm"),
     "BLOOM, ALiBi": ("bloom", {"n_layer": 2, "n_head": 4} | HEADS, qk.Scheme(q="layer", k="layer")),
 }  # fmt: skip
 
@@ -69,9 +73,9 @@ def prompts() -> list[list[int]]:
 
 
 @torch.no_grad()
-def build(folder: Path, case: Case) -> dict[str, Any]:
+def build(folder: Path, name: str) -> dict[str, Any]:
     """Save a tiny converted model, and return transformers' predictions, with and without the scheme."""
-    model_type, settings, scheme = case
+    model_type, settings, scheme = SERVED[name]
     predicted = folder / "predicted.json"
     if predicted.exists():
         return json.loads(predicted.read_text())
@@ -82,14 +86,20 @@ def build(folder: Path, case: Case) -> dict[str, Any]:
         if parameter.dim() == 1:  # biases and gains, which are zeros and ones
             parameter.add_(torch.randn(parameter.shape) * 0.2)
     qk.patch_model(model, scheme)
-    qk.calibrate(model, [torch.randint(3, TINY["vocab_size"], (4, 64)) for _ in range(2)])
+    exportable = EXPORTED.get(name) is False
+    qk.calibrate(model, [torch.randint(3, TINY["vocab_size"], (4, 64)) for _ in range(2)], exportable=exportable)
     model.set_attn_implementation("hf_qknorm_eager")
     model.generation_config.eos_token_id = None
-    logprobs, texts = predictions(model, prompts(), COUNT)
     with as_unpatched(model):
         without, _ = predictions(model, prompts(), 1)
-    model.save_pretrained(folder)
-    qk.add_standalone(folder)
+    if name in EXPORTED:
+        model.save_pretrained(patched := folder.with_suffix(".patched"))
+        qk.export_native(patched, folder, end_norms=EXPORTED[name])
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    else:
+        model.save_pretrained(folder)
+        qk.add_standalone(folder)
+    logprobs, texts = predictions(model, prompts(), COUNT)
     expected = {"logprobs": logprobs, "texts": texts, "without": _furthest(without, logprobs)}
     predicted.write_text(json.dumps(expected))
     return expected
@@ -155,7 +165,7 @@ def main() -> int:
         modes["hf_qknorm"] = (package, ("--package",))
     chosen = [name for name in SERVED if not options.cases or any(part in name for part in options.cases)]
     folders = {name: work / f"case{number}" for number, name in enumerate(SERVED) if name in chosen}
-    expected = {name: build(folder, SERVED[name]) for name, folder in folders.items()}
+    expected = {name: build(folder, name) for name, folder in folders.items()}
     rows, versions, good = [], {}, True
     for mode, (site, flags) in modes.items():
         found = serve(python, [*folders.values()], *flags, package=site)
