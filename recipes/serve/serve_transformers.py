@@ -77,7 +77,7 @@ def main() -> None:
     rows: list[list[str]] = []
     for scheme in ("qk_norm", "qk_norm_cap"):
         folder = work / scheme
-        most: dict[str, Any] = {"calibration": str(options.text), "max_tokens": 8192, "overwrite": True}
+        most: dict[str, Any] = {"calibration": str(options.text), "max_tokens": 2048, "overwrite": True}
         qk.convert_checkpoint(options.checkpoint, folder, scheme, **most)
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
         expected = []
