@@ -40,7 +40,8 @@ def serving_ways(src: str | os.PathLike[str]) -> list[Way]:
         sglang = f"refused: it drops {lost[0]}" if lost else "exact by its source, not run; windows are refused"
         ways = [
             Way("transformers", "exact", "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"),
-            _way("transformers, batched", batched, f"transformers serve {folder} --continuous-batching"),
+            _way("transformers, batched", batched, "model.generate_batch(...)"),
+            Way("transformers serve", "refused: it loads transformers' own classes alone; serve an export", None),
             _way("vLLM", biased, f"vllm serve {folder} --model-impl transformers --trust-remote-code"),
             _way("SGLang", sglang, f"sglang serve --model-path {folder} --model-impl transformers --trust-remote-code"),
             _export(source, f"hf-qknorm export {folder} DST", "exact", end=False),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from transformers import CONFIG_MAPPING
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.families import known_families
@@ -23,3 +24,5 @@ def register() -> None:
             config = CONFIG_MAPPING[model_type]
             kind = "MoE" if any(getattr(config, setting, None) for setting in EXPERTS) else ""
             ModelRegistry.register_model(f"{PREFIX}{name}", f"{BACKEND}{kind}ForCausalLM")
+            if (conversion := get_checkpoint_conversion_mapping(name)) is not None:  # vLLM builds the base model alone
+                register_checkpoint_conversion_mapping(f"{PREFIX}{name}", conversion, overwrite=True)

@@ -2,10 +2,10 @@
 
     python recipes/serve/serve_transformers.py --checkpoint llama-shakespeare --text tinyshakespeare.txt
 
-The checkpoint is converted by the default call, to `qk_norm` and `qk_norm_cap`, and served by the code beside the
-weights (`--trust-remote-code`) from an environment of its own, on the CPU, with and without `--continuous-batching`.
-Three prompts of the text are sent to /v1/completions at once, greedy, 32 tokens each. "equal" counts the texts that are
-those of `generate`.
+"converted" is the checkpoint with `qk_norm` and `exportable=True`, served by the code beside the weights
+(`--trust-remote-code`), "exported" the Qwen3 that it becomes. The server runs on the CPU, from an environment of its
+own, with and without `--continuous-batching`. Three prompts of the text are sent to /v1/completions at once, greedy, 32
+tokens each. "equal" counts the texts that are those of `generate`.
 """
 
 from __future__ import annotations
@@ -75,12 +75,14 @@ def main() -> None:
     text = options.text.read_text()
     prompts = [text[start : start + 200] for start in (1000, 50_000, 90_000)]
     rows: list[list[str]] = []
-    for scheme in ("qk_norm", "qk_norm_cap"):
-        folder = work / scheme
-        most: dict[str, Any] = {"calibration": str(options.text), "max_tokens": 2048, "overwrite": True}
-        qk.convert_checkpoint(options.checkpoint, folder, scheme, **most)
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-        expected = []
+    converted, exported = work / "converted", work / "exported"
+    if not exported.exists():
+        most: dict[str, Any] = {"calibration": str(options.text), "max_tokens": 2048, "exportable": True}
+        qk.convert_checkpoint(options.checkpoint, converted, "qk_norm", **most)
+        qk.export_native(converted, exported)
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    for folder in (converted, exported):
+        model, expected = AutoModelForCausalLM.from_pretrained(folder), []
         for prompt in prompts:
             tokens = tokenizer(prompt, return_tensors="pt")
             new = model.generate(**tokens, max_new_tokens=TOKENS, do_sample=False)[0, tokens["input_ids"].shape[1] :]
@@ -89,11 +91,11 @@ def main() -> None:
             found = served(python, folder, prompts, *flags)
             errors = [text for text in found if text.startswith("error")]
             equal = sum(one == other for one, other in zip(found, expected, strict=True))
-            rows.append([scheme, " ".join(flags) or "plain", f"{equal}/3", errors[0][:300] if errors else ""])
+            rows.append([folder.name, " ".join(flags) or "plain", f"{equal}/3", errors[0][:300] if errors else ""])
             print(*rows[-1], sep=" | ", flush=True)
     version = [python, "-c", "import transformers; print(transformers.__version__)"]
     versions = {"server": subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()}
-    lines = table(["scheme", "transformers serve", "equal", "error"], rows, "llrl")
+    lines = table(["checkpoint", "transformers serve", "equal", "error"], rows, "llrl")
     page("Served by transformers", __doc__, versions, lines, options.out)
 
 

@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.families import known_families
@@ -26,6 +27,12 @@ def registered() -> dict[str, str]:
 def test_every_causal_language_model_is_registered(registered):
     names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) for model_type in known_families()} - {None}
     assert registered.keys() == {f"QKNorm{name}" for name in names}
+
+
+def test_names_in_checkpoints_are_those_of_the_base(registered):
+    """GPT-NeoX's head is stored under another name."""
+    (own,) = get_checkpoint_conversion_mapping("QKNormGPTNeoXForCausalLM")
+    assert (own.source_patterns, own.target_patterns) == (["^embed_out\\."], ["lm_head."])
 
 
 @pytest.mark.parametrize(
