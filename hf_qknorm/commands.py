@@ -13,6 +13,7 @@ from hf_qknorm.checkpoint.destinations import check_apart, check_files
 from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
 from hf_qknorm.convert.remeasure import export_measured
 from hf_qknorm.export.native import export_native
+from hf_qknorm.export.ways import serving_ways, ways_text
 from hf_qknorm.families import table
 from hf_qknorm.files.names import CARD, REPORT
 from hf_qknorm.files.paths import check_writable, user_path
@@ -41,7 +42,7 @@ def _convert(options: Namespace) -> None:
     if options.calibration is not None:
         check_text(options.calibration)
     places = (options.source, options.destination, options.scheme)
-    names = ("calibration", "method", "knee", "length", "standalone", "overwrite", "allow_pickle")
+    names = ("calibration", "method", "knee", "length", "standalone", "exportable", "overwrite", "allow_pickle")
     planned = {name: getattr(options, name) for name in names}
     print(plan_conversion(*places, **planned))
     if options.push is not None:
@@ -85,6 +86,9 @@ def _push(options: Namespace) -> None:
 
 
 def _export(options: Namespace) -> None:
+    if options.destination is None:
+        print(ways_text(serving_ways(options.source)))
+        return
     if options.texts is None:
         for name in ("max_loss_increase", "length"):
             if getattr(options, name) is not None:

@@ -109,6 +109,8 @@ def _add_convert(commands: Any) -> None:
     add("--method", type=parse_method, help=methods)
     knees = "with --calibrate, how much of the vectors' length the norms keep: by default the least that keeps the loss"
     add("--knee", type=parse_knee, metavar="auto|NUMBER", help=f"{knees}, or with --method the scheme's")
+    exact = "with --calibrate, a knee (by default 16) whose export as a plain model is exact to the bit"
+    add("--exportable", action="store_true", help=exact)
     limit = "with --calibrate, the largest rise in loss; a conversion that loses more is not written"
     add("--max-loss-increase", type=FINITE, metavar="NATS", help=limit)
     add("--length", type=COUNT, metavar="TOKENS", help=f"with --calibrate, {LENGTHS}")
@@ -150,7 +152,7 @@ def _add_export(commands: Any) -> None:
     ended = "With --texts, norms that still act are taken off too, and the loss is measured before and after."
     add = commands.add_parser("export", help=about, description=f"{about}. {removed} {ended}").add_argument
     add("source", metavar="SRC", help="a folder with a patched checkpoint")
-    add("destination", metavar="DST", help="a new folder")
+    add("destination", metavar="DST", nargs="?", help="a new folder; without it, list the ways to serve the checkpoint")
     add("--overwrite", action="store_true", help=OVERWRITE)
     text = "take off norms that still act, and measure the cost on this text, a file, a folder or a Hub dataset"
     add("--texts", metavar="TEXT", help=text)

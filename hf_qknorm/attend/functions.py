@@ -28,6 +28,7 @@ from hf_qknorm.attend.implementations import (
     refuse,
 )
 from hf_qknorm.attend.masks import structured_mask
+from hf_qknorm.attend.servers import SERVER_BACKENDS
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.checks import check_mask
@@ -50,8 +51,6 @@ BIAS_BACKENDS: Final = (
     *("eager", "sdpa", "hf_qknorm", "hf_qknorm_eager"),
     *(name for name, implementation in _NAMED.items() if implementation.takes_masks),
 )
-# Servers replace the attention function and read the cap from config.attn_logit_softcapping themselves.
-SERVER_BACKENDS: Final = ("vllm", "sglang")
 
 
 def cap_backend(config: Any) -> str:

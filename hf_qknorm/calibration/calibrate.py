@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,9 @@ from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.checks import check_inputs, check_supported, scheme_of
 from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
-from hf_qknorm.calibration.knees import KNEES, restored_attention, search_knee, search_outputs, sharpen
+from hf_qknorm.calibration.knees import EXPORT_KNEE, KNEES, restored_attention, search_knee, search_outputs, sharpen
+from hf_qknorm.export.targets import find_target
+from hf_qknorm.export.transforms import own_eps
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.measure.distributed import (
@@ -60,6 +63,7 @@ def calibrate(
     max_tokens: int = MAX_TOKENS,
     batch_size: int = 8,
     length: int | None = None,
+    exportable: bool = False,
 ) -> Calibration:
     """Set the knee, gains and biases of a patched model from `data`, in place, and report the effect.
 
@@ -83,6 +87,9 @@ def calibrate(
     scheme has gains, keeps the norm in front of attention, and has no knee; otherwise the scheme's knee. "auto" takes
     about two forward passes over the text.
 
+    With `exportable` the knee is fixed, by default at 16, and each ε is the nearest one that is the model's own eps
+    times a power of 4: `export_native` then only changes exponents, and a Qwen3 has the same bits, also in 16 bits.
+
     A PEFT model is calibrated with its adapters in place, and its trained copies of the norms are set. With
     DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
     with the same data; the ranks divide the pass and end with the same gains. A model on one process is calibrated by
@@ -92,7 +99,8 @@ def calibrate(
     Raises ValueError for data with fewer than 16 tokens to predict; a model that is not patched, is in a blend, or is
     sharded by DeepSpeed; a method or knee that is not possible; a loss that rises by more than `max_loss_increase`; a
     limit on the loss without a language-modelling head; folded norms (`pre_norm=False`) that a checkpoint did not keep;
-    offloaded gains; and biases behind folded norms in projections that are sharded or under adapters.
+    offloaded gains; biases behind folded norms in projections that are sharded or under adapters; and with `exportable`
+    a model that no native one equals.
 
     >>> model = qk.patch_model(model, "qk_norm")
     >>> report = qk.calibrate(model, texts)
@@ -102,7 +110,8 @@ def calibrate(
     True
     """
     ranks, bare = ranks_of(model), unwrap(model)
-    method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase)
+    method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase, exportable)
+    align_to = _exported_eps(bare, knee) if exportable else None
     check_supported(bare, max_loss_increase)
     cut: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
     masked = is_bidirectional(bare.config) and bare.get_output_embeddings() is not None
@@ -110,7 +119,8 @@ def calibrate(
     sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
     cap = bare.config.attn_logit_softcapping or CAP
     with restored_attention(bare, only_on_error=True):
-        fresh, tried = _set_norms(bare, sample, ranks, method=method, knee=knee, limit=max_loss_increase)
+        chosen: dict[str, Any] = {"method": method, "knee": knee, "limit": max_loss_increase, "align_to": align_to}
+        fresh, tried = _set_norms(bare, sample, ranks, **chosen)
         compared = evaluate(bare, sample.held_out, cap, ranks)
         before, after = compared.base, compared.own
         _check_rise(before, after, max_loss_increase)
@@ -160,13 +170,20 @@ class _Sample(NamedTuple):
 
 
 def _set_norms(
-    model: Any, sample: _Sample, ranks: Ranks, *, method: str, knee: Knee, limit: float | None
+    model: Any,
+    sample: _Sample,
+    ranks: Ranks,
+    *,
+    method: str,
+    knee: Knee,
+    limit: float | None,
+    align_to: float | None,
 ) -> tuple[Prediction | None, dict[float, Prediction]]:
     """Set knee, gains and biases; return the predictions with fresh gains, and those with each knee of a search."""
     whole, fitted, held_out = sample
 
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
-        return ClosedFormGains(model, text, expected_powers(model, held_out[:1], ranks), knees, ranks)
+        return ClosedFormGains(model, text, expected_powers(model, held_out[:1], ranks), knees, ranks, align_to)
 
     _reset_norms(model, whole)
     kept: list[ModelOutput] = []  # of the unpatched model
@@ -203,7 +220,7 @@ def check_method(method: str | None) -> None:
 
 
 def resolve_method(
-    scheme: Scheme, method: str | None, knee: Knee | None, max_loss_increase: float | None
+    scheme: Scheme, method: str | None, knee: Knee | None, max_loss_increase: float | None, exportable: bool = False
 ) -> tuple[str, Knee]:
     """The method and knee of a calibration, with defaults in place of None.
 
@@ -216,12 +233,24 @@ def resolve_method(
         raise ValueError(f'knee={shorten(knee)}: expected a number ≥ 0, "auto", or None')
     if method == "ones" and knee == "auto":
         raise ValueError('knee="auto" is found with gains by "moments": name another method than "ones", or a number')
+    if exportable:
+        knee = scheme.knee or EXPORT_KNEE if knee is None else knee
+        if isinstance(knee, str) or not knee:
+            raise ValueError(f"knee={knee} is not exportable: expected a number above 0, as knee={EXPORT_KNEE:g}")
     if knee is None:
         possible = bool(scheme.norms) and scheme.pre_norm and scheme.gain != "none"
         knee = "auto" if possible and method is None and not scheme.knee else scheme.knee
     else:
         replace(scheme, knee=1.0 if knee == "auto" else knee)  # raises for a scheme that can't have one
     return method or "moments", knee
+
+
+def _exported_eps(model: Any, knee: Knee) -> float:
+    """The eps of a model's native counterpart. Raises ValueError if there is none with this knee."""
+    config = copy.copy(model.config)
+    config.set_scheme(replace(config.scheme, knee=knee))
+    find_target(config)
+    return own_eps(config)
 
 
 def _reset_norms(model: Any, batches: Batches) -> None:

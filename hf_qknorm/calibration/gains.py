@@ -83,6 +83,13 @@ class NormSums:
         )
         self.sums = [old + part.cpu().double() for old, part in zip(self.sums, new, strict=True)]
 
+    def align(self, knee: float, eps: float) -> None:
+        """Change P, at most twofold, so that this knee's ε is `eps` times a power of 4, for norms of order 2."""
+        aligned = eps * 4.0 ** round(math.log((self.floor + knee * self.power.value) / eps, 4))
+        while aligned < self.floor:
+            aligned *= 4
+        self.power.total = torch.tensor([(aligned - self.floor) / knee, 1.0], dtype=torch.float64)
+
     def covers(self, knee: float) -> bool:
         """Whether the grid reaches the e of this knee on both sides, as interpolation needs."""
         e = self.floor + knee * self.power.value
@@ -125,7 +132,7 @@ class ClosedFormGains:
 
     The text takes one pass through the unpatched model. Ranks with different data divide its `batches`. `expected` is
     the mean |x|ᵖ of each norm on a sample (`mean_powers`). Where the text's is more than four times larger or smaller,
-    there is a second pass.
+    there is a second pass. With `align_to` each ε of the one knee is a power of 4 times that.
     """
 
     def __init__(
@@ -135,6 +142,7 @@ class ClosedFormGains:
         expected: Mapping[NormKey, float],
         knees: Sequence[float],
         ranks: Ranks = ONE_PROCESS,
+        align_to: float | None = None,
     ) -> None:
         self.model, self.ranks, self.powers = model, ranks, expected
         for _ in range(2):
@@ -145,6 +153,8 @@ class ClosedFormGains:
             for found in self.sums.values():
                 found.power.total = ranks.sum_over_data(ranks.sum_over_heads(found.power.total))
                 found.sums = [ranks.sum_over_data(x) for x in found.sums]
+                if align_to is not None:
+                    found.align(knees[0], align_to)
             self.powers = {key: found.power.value for key, found in self.sums.items()}
             if all(found.covers(knee) for found in self.sums.values() for knee in knees):
                 break

@@ -25,6 +25,7 @@ KNEES: Final = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 2
 SHARPNESS: Final = 8  # of the norms that a search sets
 LIMIT: Final = 0.005  # nats per token that a conversion may cost by default
 OUTPUT_LIMIT: Final = 0.05  # of the relative error of hidden states; vectors with it have a cosine above 0.998
+EXPORT_KNEE: Final = 16.0  # of norms in RMSNorm's own form
 MARGIN: Final = 1.5  # on the knee: text of another kind has longer vectors
 
 

@@ -53,6 +53,7 @@ def plan_conversion(
     knee: Knee | None = None,
     length: int | None = None,
     standalone: bool = True,
+    exportable: bool = False,
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> Plan:
@@ -70,7 +71,8 @@ def plan_conversion(
     """
     destination = user_path(dst, "dst")
     check_new(destination, overwrite=overwrite)
-    options = Options(Scheme.of(scheme), method, knee, length=length, standalone=standalone).checked(calibration)
+    options = Options(Scheme.of(scheme), method, knee, length=length, standalone=standalone, exportable=exportable)
+    options = options.checked(calibration)
     with _open_convertible(src, options, allow_pickle) as (source, options):
         check_folder(destination, overwrite=overwrite, sources=[source.folder, calibration])
         return make_plan(source, destination, options)
@@ -89,13 +91,15 @@ def convert_checkpoint(
     max_tokens: int | None = None,
     max_memory: int | str | None = None,
     standalone: bool = True,
+    exportable: bool = False,
     overwrite: bool = False,
     allow_pickle: bool = False,
 ) -> Calibration | None:
     """Convert the checkpoint `src` (a folder or a Hub name) to `scheme`, into the new folder `dst`.
 
-    With `calibration` (texts or batches, as for `calibrate`) the model is loaded and calibrated with `method` and
-    `knee`; the report is returned, and saved beside the weights. Without it gains are fresh, and no model is built.
+    With `calibration` (texts or batches, as for `calibrate`) the model is loaded and calibrated with `method`, `knee`
+    and `exportable`; the report is returned, and saved beside the weights. Without it gains are fresh, and no model is
+    built.
     Texts are cut into sequences of `length` tokens, by default 256, or half of learned positions, and used up to
     `max_tokens`, by default 262,144.
     `max_memory` limits the memory of the process, in bytes or as "8GB"; default: what machine, cgroups and process
@@ -116,7 +120,9 @@ def convert_checkpoint(
     >>> report.scheme.q
     'rms'
     """
-    options = Options(Scheme.of(scheme), method, knee, max_loss_increase, length, max_tokens, max_memory, standalone)
+    options = Options(
+        Scheme.of(scheme), method, knee, max_loss_increase, length, max_tokens, max_memory, standalone, exportable
+    )
     options = options.checked(calibration)
     if isinstance(calibration, str | Path):
         check_text(str(calibration))
@@ -218,7 +224,8 @@ def _calibrate(
         patch_model(model, options.scheme)
         model.name_or_path = str(source.folder)  # for the tokenizer
         limit = options.max_loss_increase
-        report = calibrate(model, batches, options.method, knee=options.knee, max_loss_increase=limit)
+        chosen: dict[str, Any] = {"knee": options.knee, "max_loss_increase": limit, "exportable": options.exportable}
+        report = calibrate(model, batches, options.method, **chosen)
         dataset = hub_name(calibration) if isinstance(calibration, str) else None
         report = replace(report, base_model=hub_name(source.name), dataset=dataset)
         return report, _changed_values(source, options, model), [*own_tensors(model)], model.config.qk_norm_powers

@@ -40,6 +40,7 @@ class Options:
     max_tokens: int | None = None
     max_memory: int | str | None = None
     standalone: bool = True
+    exportable: bool = False
 
     def checked(self, calibration: Any) -> Options:
         """Return the options with the defaults of a calibration, if there is one. Raises ValueError for wrong ones."""
@@ -47,6 +48,8 @@ class Options:
             for name in ("method", "knee", "max_loss_increase", "length", "max_tokens", "max_memory"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for a calibration, on text: pass calibration= as well")
+            if self.exportable:
+                raise ValueError("exportable is for a calibration: pass calibration= (--calibrate TEXT) as well")
             if self.scheme.knee:
                 raise ValueError(
                     f"knee={self.scheme.knee:g} sets each norm's ε in proportion to its input for a text: pass "
@@ -55,7 +58,7 @@ class Options:
             return self
         if self.max_memory is not None:
             parse_size(self.max_memory)
-        method, knee = resolve_method(self.scheme, self.method, self.knee, self.max_loss_increase)
+        method, knee = resolve_method(self.scheme, self.method, self.knee, self.max_loss_increase, self.exportable)
         scheme = replace(self.scheme, knee=0.0 if isinstance(knee, str) else knee)
         return replace(self, scheme=scheme, method=method, knee=knee)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -18,7 +18,8 @@ from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.config import check_readable
 from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder
-from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.checkpoint.safetensors_files import Tensors
+from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.export.constant_norms import fold_constant_norms
 from hf_qknorm.export.targets import Target, find_target
 from hf_qknorm.export.tensor_plan import TensorPlan
@@ -45,9 +46,12 @@ class NativeExport:
     destination: Path
     model_type: str
     architecture: str
+    scaled: bool = False  # projections of queries and keys, for a knee
 
     def __str__(self) -> str:
-        return f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"
+        text = f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"
+        warning = "serve it, do not train it with Adam, whose steps are too large for the projections of its knee"
+        return f"{text}\n{warning}" if self.scaled else text
 
 
 def export_native(
@@ -85,21 +89,14 @@ def export_native(
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a patched checkpoint")
     with open_source(folder) as source:
-        _check_config(folder, source.config)
+        check_exportable(folder, source.config)
         ignored = source.check_complete()
         source.check_gains()
         try:
-            plan = TensorPlan(source.weights)
-            patched = source.config
-            if patched.scheme.knee >= NO_NORM or (end_norms and patched.scheme.norms):
-                patched = fold_constant_norms(plan, source, end=end_norms)
-            target = find_target(patched)
-            with config_errors(str(folder / CONFIG), source.config.model_type, source.config.architectures):
-                for transform in target.transforms:
-                    transform(plan, patched)
-                config = _target_config(patched, target)
+            planned = plan_export(source, end_norms=end_norms)
+            config, tensors = planned.config, planned.tensors
             model_class = getattr(transformers, config.architectures[0])
-            unread = check_complete(model_class, config, plan.planned, source.weights.folder)
+            unread = check_complete(model_class, config, tensors, source.weights.folder)
             if lost := [name for name in unread if name not in ignored]:
                 raise ValueError(f"{', '.join(lost)} would be lost: a {model_class.__name__} does not read it")
         except ValueError as error:
@@ -111,13 +108,35 @@ def export_native(
                 if file.name != CARD and file.suffix != ".py":  # the card and the stand-alone code are of the old model
                     copy_file(folder, file, out)
             check_readable(out, folder)
-            source.weights.rewrite(out, plan.planned)
+            source.weights.rewrite(out, tensors)
             source.check_unchanged()
             check_result(out)
-    return NativeExport(folder, destination, target.model_type, config.architectures[0])
+    return NativeExport(folder, destination, config.model_type, config.architectures[0], planned.scaled)
 
 
-def _check_config(folder: Path, config: Any) -> None:
+class PlannedExport(NamedTuple):
+    """The config and the tensors of an export, and whether projections are scaled for a knee."""
+
+    config: Any
+    tensors: Tensors
+    scaled: bool
+
+
+def plan_export(source: Source, *, end_norms: bool = False) -> PlannedExport:
+    """Plan the export of a patched checkpoint. Raises ValueError, with what would be lost, if there is no target."""
+    plan, patched = TensorPlan(source.weights), source.config
+    if patched.scheme.knee >= NO_NORM or (end_norms and patched.scheme.norms):
+        patched = fold_constant_norms(plan, source, end=end_norms)
+    target = find_target(patched)
+    with config_errors(str(source.folder / CONFIG), source.config.model_type, source.config.architectures):
+        for transform in target.transforms:
+            transform(plan, patched)
+        config = _target_config(patched, target)
+    return PlannedExport(config, plan.planned, bool(patched.scheme.norms and patched.scheme.knee))
+
+
+def check_exportable(folder: Path, config: Any) -> None:
+    """Raise ValueError for a config that is not patched, in a blend, or quantised."""
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{folder} is a plain {config.model_type}, not a patched model: there is nothing to export")
     if config.qk_norm_blend is not None:

@@ -92,24 +92,39 @@ def scale_queries(plan: TensorPlan, config: Any) -> None:
         )
 
 
+def own_eps(config: Any) -> float:
+    """Return the eps of the model's own norms, which its counterpart has in all norms."""
+    return float(getattr(config, "rms_norm_eps", None) or config.layer_norm_eps)
+
+
 def align_eps(plan: TensorPlan, config: Any) -> None:
-    """Replace the ε of each norm by the model's eps: with x scaled by a, ε·a² under the root has the same effect."""
-    own, scheme = getattr(config, "rms_norm_eps", None) or config.layer_norm_eps, config.scheme
+    """Replace the ε of each norm by the model's eps: with x scaled by s, ε·s² under the root has the same effect.
+
+    The norm in front of attention takes a power of two of the scale, unless an MLP reads it too, as Phi's: K-quants
+    have too few exponents for projections as small as s makes them. It takes 5/8 of the exponent: with half, a small
+    Llama's Q6_K is 1.3 times as far off as its original's, and more would leave little of fp16's range to the norm.
+    """
+    own, scheme = own_eps(config), config.scheme
     for layer in range(config.num_hidden_layers):
+        factors = []
         for letter in "qk":
             eps = stored_eps(plan, config, layer, letter) if scheme.knee else scheme.eps
             plan.drop(f"{attention(layer)}{letter}_norm.eps")
-            if math.isclose(own, eps):
-                continue
-            factor = (own / eps) ** 0.5
+            factors.append(factor := (own / eps) ** 0.5)
             reason = (
                 f"the norm's eps={eps:g} is not the model's {own:g}, which its counterpart has in all norms, so that "
                 f"the projection would be scaled by {factor:.4g}"
             )
-            hint = "" if scheme.knee else f" (a scheme with Scheme(..., eps={own:g}) avoids that)"
+            hint = f" (a scheme with Scheme(..., eps={own:g}) avoids that)"
+            hint = " (calibrate with exportable=True, --exportable, to avoid that)" if scheme.knee else hint
             for name in (f"{attention(layer)}{letter}_proj.{kind}" for kind in KINDS):
                 if name in plan:
                     plan.scale(name, factor, reason + hint)
+        if config.base_model_type != "gpt_neox":
+            share = 2.0 ** round(math.log2(factors[0] * factors[1]) / 2 * 5 / 8)
+            plan.scale(f"model.layers.{layer}.{LAYER_NORMS[0]}.weight", share, "")
+            for letter in "qkv":
+                plan.scale(f"{attention(layer)}{letter}_proj.weight", 1 / share, "")
 
 
 def stored_eps(plan: TensorPlan, config: Any, layer: int, letter: str) -> float:

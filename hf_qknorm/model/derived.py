@@ -103,6 +103,9 @@ class QKNormModel(_Model):
         if family.style.inline:
             config._attn_implementation_internal = self.get_correct_attn_implementation(backend)
         plan_norms(self)
+        # vLLM drops each weight that one of these matches anywhere: GPT-2's "attn.bias" is in c_attn.bias too.
+        unread: Any = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
+        self._keys_to_ignore_on_load_unexpected = {rf"(^|\.){x}" if x[:1].isalpha() else x for x in unread}
 
     def _init_weights(self, module: nn.Module) -> None:
         if not isinstance(module, HeadNorm):

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from hf_qknorm.attend import functions
+from hf_qknorm.attend import functions, servers
 from hf_qknorm.families import Family
 from hf_qknorm.families.style import add_to_cache
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -67,9 +67,6 @@ class PlainAttention(nn.Module):
             q, k, v = self._norm_rotate(q, k, v, positions, cache, kwargs)
             if style.prescaled:
                 kwargs["scaling"] = 1.0
-            elif self.scheme.scale is not None and self.config._attn_implementation in functions.SERVER_BACKENDS:
-                # Servers take the scale from the model's own class: the rest of the scheme's goes into the queries.
-                q, kwargs["scaling"] = q * (self.logit_scale / self.own_scale), self.own_scale
             if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
                 q, k = q.to(v.dtype), k.to(v.dtype)
             if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
@@ -79,6 +76,8 @@ class PlainAttention(nn.Module):
                 q, k = q.to(v.dtype), k.to(v.dtype)
             if style.bias is not None:
                 kwargs["position_bias"] = style.bias(self, q, k, v=v, mask=attention_mask, **kwargs)
+            if self.config._attn_implementation in servers.SERVER_BACKENDS:
+                q = servers.for_server(self, q, kwargs)
             self.show(q, k, v, attention_mask, kwargs)
             found = self.attention_function()(self, q, k, v, attention_mask, **kwargs)
         out, weights = found

@@ -1,12 +1,14 @@
-"""A server that puts its own attention into the model computes the same: it reads the cap in the config.
+"""A server that puts its own attention into the model computes the same, or the checkpoint's code refuses it.
 
 As vLLM's and SGLang's backends for transformers models do: `attn_implementation` names the server's function, the base
-model is built from the config alone on the meta device, keys and values lie in the server's cache, flat, and what the
-function is told by the module is its layer and its scale.
+model is built from the config alone on the meta device, keys and values lie in the server's cache, flat. vLLM (0.32)
+takes the cap and the window of the config, and the scale of the model's own forward; SGLang the scale of the call, the
+window of `layer_types`, and no cap.
 """
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, add_standalone, patch_model
-from hf_qknorm.attend.functions import SERVER_BACKENDS
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
 from qknorm_tests.tables import randomise, sharp_model
@@ -35,13 +36,23 @@ CASES = {
 PROMPT, LENGTH = 5, 7  # shorter than the tiny models' windows
 
 
-class ServerAttention:
-    """A layer's attention as a server keeps it: flat tokens, a cache of its own, the cap from the config."""
+class ServerAttention(nn.Module):
+    """A layer's attention as a server keeps it: flat tokens, and a cache of its own."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, layer: Any, server: str) -> None:
+        super().__init__()
+        config = layer.config
         self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.scale = self.head_dim**-0.5
-        self.softcap = config.attn_logit_softcapping
+        found = getattr(layer, "scaling", None)  # what vLLM reads in the source of the model's own forward
+        scale = getattr(layer, "head_size", self.head_dim) ** -0.5 if found is None else float(found)
+        kinds = getattr(config, "layer_types", None)
+        slides = kinds[layer.layer_idx] == "sliding_attention" if kinds else server == "vllm"
+        window = getattr(config, "sliding_window", None) if slides else None
+        if server == "vllm":
+            self.impl = SimpleNamespace(scale=scale, logits_soft_cap=config.attn_logit_softcapping or 0)
+            self.sliding_window = window
+        else:
+            self.scaling, self.logit_cap, self.sliding_window_size = self.head_dim**-0.5, 0.0, window or -1
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -53,12 +64,13 @@ class ServerAttention:
             x.unflatten(-1, (-1, self.head_dim)).transpose(0, 1)[None]
             for x in (query, torch.cat(self.keys), torch.cat(self.values))
         )
-        out = reference.attention(q, k, v, scale=self.scale, softcap=self.softcap, causal=True).out
+        scale, cap = (self.impl.scale, self.impl.logits_soft_cap) if hasattr(self, "impl") else (self.scaling, 0.0)
+        out = reference.attention(q, k, v, scale=scale, softcap=cap or None, causal=True).out
         return out[0].transpose(0, 1).flatten(1)
 
 
 def serve(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -67,18 +79,13 @@ def serve(
     attention_instances: dict[int, ServerAttention] | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    assert attention_instances is not None
-    layer = attention_instances[module.layer_idx]  # type: ignore[index]
-    layer.scale = own_scale(module)
-    assert scaling is None or scaling == layer.scale  # that of another would be ignored
+    if attention_instances is None:  # vLLM
+        layer = module.attn
+    else:
+        layer = attention_instances[module.layer_idx]
+        layer.scaling = scaling
     flat = (x.transpose(1, 2).reshape(query.shape[-2], -1) for x in (query, key, value))
     return layer.forward(*flat), None
-
-
-def own_scale(module: nn.Module) -> float:
-    """The scale that vLLM reads in the source of the model's own forward: an attribute of the layer, or a constant."""
-    found = getattr(module, "scaling", None)
-    return float(found) if found is not None else module.head_size**-0.5  # type: ignore[union-attr, operator]
 
 
 def made(name: str) -> PreTrainedModel:
@@ -86,10 +93,19 @@ def made(name: str) -> PreTrainedModel:
     return randomise(patch_model(sharp_model(model_type), scheme)).eval()
 
 
-@pytest.mark.parametrize("server", SERVER_BACKENDS)
+def served_by(server: str, model: PreTrainedModel) -> tuple[dict[int, ServerAttention], dict[str, Any]]:
+    """The server's attention of each layer, put into the model, and the arguments of its calls."""
+    patched = {layer.layer_idx: layer for layer in patched_layers(model).values()}
+    layers = {index: ServerAttention(layer, server) for index, layer in patched.items()}
+    for index, layer in patched.items() if server == "vllm" else ():
+        layer.attn = layers[index]
+    return layers, {"use_cache": False} | ({} if server == "vllm" else {"attention_instances": layers})
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_a_server_computes_the_same(server, name, tmp_path, monkeypatch):
+def test_a_server_computes_the_same_or_is_refused(server, name, tmp_path, monkeypatch):
     monkeypatch.setitem(AttentionInterface._global_mapping, server, serve)
     ours = made(name)
     ours.save_pretrained(tmp_path)
@@ -103,29 +119,57 @@ def test_a_server_computes_the_same(server, name, tmp_path, monkeypatch):
     for name_, buffer in ours.base_model.named_buffers():  # a server makes those that no checkpoint holds
         model.get_buffer(name_).copy_(buffer)
     model.eval()
-    layers = {layer.layer_idx: ServerAttention(config) for layer in patched_layers(model).values()}
+    layers, given = served_by(server, model)
     tokens = torch.arange(3, 3 + LENGTH)[None]
+    lost = {"cap": ours.config.attn_logit_softcapping, "window": next(iter(patched_layers(ours).values())).window}
+    if server == "sglang" and any(lost.values()):
+        with pytest.raises(ValueError, match=r"sglang can't serve this checkpoint: layer 0 has the (cap|window) \d"):
+            model(tokens, **given)
+        return
     ours.set_attn_implementation("hf_qknorm_eager")  # older transformers' default drops Gemma 2's own cap
     expected = ours.base_model(tokens).last_hidden_state
-    served = []
+    found = []
     for start, stop in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, LENGTH))):
-        places = torch.arange(start, stop)[None]
-        out = model(tokens[:, start:stop], position_ids=places, use_cache=False, attention_instances=layers)
-        served.append(out.last_hidden_state)
-    torch.testing.assert_close(torch.cat(served, 1), expected, atol=1e-5, rtol=1e-5)
+        out = model(tokens[:, start:stop], position_ids=torch.arange(start, stop)[None], **given)
+        found.append(out.last_hidden_state)
+    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-5)
     assert all(len(layer.keys) == 1 + LENGTH - PROMPT for layer in layers.values())  # no call went another way
 
 
+# What a server's attention is changed to, and what the refusal says of it.
+CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "another cap": ("vllm", {"impl": SimpleNamespace(scale=0.25, logits_soft_cap=0.5)}, "the cap 5.0, .* apply 0.5"),
+    "no cap": ("vllm", {"impl": SimpleNamespace(scale=0.25, logits_soft_cap=0)}, "the cap 5.0, .* apply none"),
+    "an unknown cap": ("vllm", {"impl": SimpleNamespace(scale=0.25)}, "the cap 5.0, .* apply an unknown one"),
+    "another scale": ("vllm", {"impl": SimpleNamespace(scale=1.0, logits_soft_cap=5.0)}, "the scale 0.25, .* apply 1"),
+    "no window": ("vllm", {"sliding_window": None}, r"the window \d+, .* apply none"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_the_cap_that_the_server_reads_is_what_counts(monkeypatch):
-    """Another cap in the config changes the served logits: the cap is applied once, and nowhere else."""
-    monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", serve)
-    model = made("qwen2 capped")
-    model.set_attn_implementation("vllm")
-    outputs = []
-    for cap in (4.0, 0.5, None):
-        model.config.attn_logit_softcapping = cap
-        layers = {layer.layer_idx: ServerAttention(model.config) for layer in patched_layers(model).values()}
-        outputs.append(model(torch.arange(3, 9)[None], use_cache=False, attention_instances=layers).logits)
-    assert (outputs[0] - outputs[1]).abs().max() > 0.01
-    assert (outputs[0] - outputs[2]).abs().max() > 0.01
+def test_what_a_server_would_not_do_is_refused(change, monkeypatch):
+    server, attributes, message = CHANGES[change]
+    monkeypatch.setitem(AttentionInterface._global_mapping, server, serve)
+    model = made("mixtral normed and capped")
+    model.set_attn_implementation(server)
+    layers, given = served_by(server, model)
+    model(torch.arange(3, 9)[None], **given)
+    for name, value in attributes.items():
+        setattr(layers[1], name, value)
+    with pytest.raises(ValueError, match=f"vllm can't serve this checkpoint: layer 1 has {message}"):
+        model(torch.arange(3, 9)[None], **given)
+
+
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+@pytest.mark.parametrize(("model_type", "what"), [("gpt_oss", "sinks"), ("bloom", "position bias")])
+@torch.no_grad()
+def test_sinks_and_position_biases_are_not_lost(server, model_type, what, monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, server, serve)
+    model = patch_model(sharp_model(model_type), "qk_norm").eval()
+    for layer in patched_layers(model).values():
+        layer.config._attn_implementation_internal = server
+        layer.config.sliding_window = None
+    _, given = served_by(server, model)
+    with pytest.raises(ValueError, match=f"{server} can't serve this checkpoint: layer 0 has the {what}"):
+        model(torch.arange(3, 9)[None], **given)

