@@ -44,16 +44,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit(f, lambda t: [t.pop(name) for name in list(t) if ".mlp." in name]),
         rf"{FILE}: no entry for model.layers.0.mlp.gate_proj.weight \[96, 64\] and 5 more, which .*config.json asks",
     ),
-    "no up_proj": (lambda f: edit(f, lambda t: t.pop(f"{MLP}.up_proj.weight")), rf"no entry for {MLP}.up_proj.weight"),
-    "no final norm": (
-        lambda f: edit(f, lambda t: t.pop("model.norm.weight")),
-        r"no entry for model.norm.weight \[64\]",
-    ),
-    "no embedding": (
-        lambda f: edit(f, lambda t: t.pop("model.embed_tokens.weight")),
-        r"no entry for model.embed_tokens.weight \[64, 64\]",
-    ),
-    "no head": (lambda f: edit(f, lambda t: t.pop("lm_head.weight")), "no entry for lm_head.weight"),
     "another class": (
         lambda f: configure(f, architectures=["LlamaForSequenceClassification"]),
         r"no entry for score.weight \[2, 64\].*LlamaForSequenceClassification",
@@ -86,7 +76,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         for part, name, dtype, stored in (
             ("q_proj", f"{ATTENTION}.q_proj.weight", torch.int8, "I8"),
             ("q_proj", f"{ATTENTION}.q_proj.weight", torch.float8_e4m3fn, "F8_E4M3"),
-            ("k_proj", f"{ATTENTION}.k_proj.weight", torch.bool, "BOOL"),
             ("up_proj", f"{MLP}.up_proj.weight", torch.int64, "I64"),
         )
     },
@@ -110,7 +99,7 @@ def test_incomplete_sources_are_refused(damage, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
-@pytest.mark.parametrize("damage", ["no MLP", "too many layers", "another shape", "q_proj in torch.int8", "twice"])
+@pytest.mark.parametrize("damage", ["too many layers", "q_proj in torch.int8"])
 def test_incomplete_checkpoints_are_not_pushed(damage, tmp_path, monkeypatch):
     folder = save(patch_model(tiny_model("llama"), "qk_norm"), tmp_path / "out")
     DAMAGE[damage][0](folder)
