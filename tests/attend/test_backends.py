@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
-from hf_qknorm.attend import implementations
 from hf_qknorm.attend.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
@@ -32,22 +28,6 @@ from qknorm_tests.tables import (
 CAPPED = {"cap": Scheme(softcap=2.0), "norm and cap": Scheme(q="auto", k="auto", softcap=2.0)}
 MODELS = covering(MODEL_TYPES, CAPPED, fits=lambda t, name: applies(t, CAPPED[name]), strength=1)
 TOLERANCE = 1e-5
-
-Register = Callable[[str, Callable[..., Any]], None]
-
-
-@pytest.fixture
-def register() -> Iterator[Register]:
-    """Register an attention function with transformers during a test."""
-    names = []
-
-    def add(name: str, function: Callable[..., Any]) -> None:
-        AttentionInterface.register(name, function)
-        names.append(name)
-
-    yield add
-    for name in names:
-        del AttentionInterface._global_mapping[name]
 
 
 def capped_model(model_type: str, scheme: str = "norm and cap") -> PreTrainedModel:
@@ -89,16 +69,6 @@ def test_loading_with_a_backend_that_cannot_cap_is_refused(tmp_path):
     for name in (None, "eager"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
         assert loaded.config._attn_implementation == (name or "hf_qknorm")
-
-
-@pytest.mark.skipif(Gemma2ForCausalLM._supports_sdpa, reason="older transformers drop Gemma 2's cap under sdpa")
-def test_sdpa_never_drops_the_cap_of_gemma2():
-    model = patch_model(sharp_model("gemma2"), "qk_norm")
-    with pytest.raises(ValueError, match="sdpa|scaled_dot_product"):
-        model.set_attn_implementation("sdpa")
-    model.config._attn_implementation = "sdpa"
-    with pytest.raises(ValueError, match="softcap"):
-        model(**make_batch("plain"))
 
 
 @pytest.mark.parametrize(("model_type", "preset"), PAIRS)
@@ -176,16 +146,6 @@ def test_weights_that_the_config_asks_for(model_type, tmp_path):
         assert patched.config._attn_implementation == "eager"
         for weights, others in zip(patched(**batch).attentions, expected, strict=True):
             assert_near(weights, others, TOLERANCE)
-
-
-@torch.no_grad()
-def test_forming_the_weights_is_logged_once(caplog, monkeypatch):
-    monkeypatch.setattr(implementations, "_logged", set())
-    caplog.set_level(logging.INFO, "hf_qknorm")
-    model = capped_model("gpt2", "cap")
-    for _ in range(2):
-        assert len(model(**make_batch("plain"), output_attentions=True).attentions) == 2
-    assert caplog.text.count("forms every logit in memory, for output_attentions=True") == 1
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from hf_qknorm.attend.caches import ALIGNED, LEAST_ROOM, MOST_ROOM, SHARE, is_empty, room, update
+from hf_qknorm.attend.caches import LEAST_ROOM, SHARE, is_empty, room, update
 from qknorm_tests.growing_caches import LAYERS, WINDOW, append, assert_same, cache_of, states, tokens
 from qknorm_tests.tables import assert_near
 
@@ -95,15 +95,6 @@ def test_keys_are_copied_once_for_many_tokens(kind: str) -> None:
     assert places == sorted(places, key=places.index)
 
 
-def test_room_is_a_share_of_the_keys_up_to_a_limit() -> None:
-    for filled, least in ((1, LEAST_ROOM), (SHARE * 100, 100), (2 * SHARE * MOST_ROOM + 3, MOST_ROOM)):
-        cache = cache_of(DynamicLayer(), filled)
-        append(cache, tokens(1))
-        rows = cache.layers[0].keys.stride(1) // 4
-        assert 0 <= rows - filled - least < ALIGNED
-        assert not rows % ALIGNED
-
-
 def cropped(cache: Any) -> Any:
     cache.crop(-2)
     return cache
@@ -144,15 +135,6 @@ def test_no_continuation_changes_another(branch: Callable[[Any], Any]) -> None:
         assert_same(states(other), states(expected))
 
 
-def test_reordered_beams_are_continued() -> None:
-    cache, expected = (cache_of(DynamicLayer()) for _ in range(2))
-    append(cache, tokens(1, 1))
-    expected.update(*tokens(1, 1), 0)
-    for each in (cache, expected):
-        each.reorder_cache(torch.tensor([1, 1]))
-    assert_same(append(cache, tokens(1, 2)), expected.update(*tokens(1, 2), 0))
-
-
 def test_a_layer_stays_as_it_was_until_it_keeps_its_tokens() -> None:
     """As after an error of the kernel."""
     for filled in (7, 8):
@@ -167,17 +149,6 @@ def test_a_layer_stays_as_it_was_until_it_keeps_its_tokens() -> None:
         assert states(cache)[0] is before[0]
         assert_same(before[0], keys)
         assert_same(append(cache, tokens(1, 2))[0], torch.cat([keys, tokens(1, 2)[0]], 2))
-
-
-def test_inference_mode_and_gradients_may_follow() -> None:
-    cache = cache_of(DynamicLayer())
-    with torch.inference_mode():
-        append(cache, tokens(1, 1))
-    with torch.no_grad():
-        keys, _ = append(cache, tokens(1, 2))
-    grown = cache.update(*(x.requires_grad_() for x in tokens(1, 3)), 0)[0]
-    grown.sum().backward()
-    assert_same(grown[:, :, :-1].detach(), keys)
 
 
 class Own(DynamicCache):
@@ -248,20 +219,3 @@ def test_a_cache_with_its_own_update_is_never_empty() -> None:
     assert not is_empty(Own(), 0)
     assert not is_empty(cache_of(OwnLayer(), 0), 0)
     assert not is_empty(cache_of(DynamicLayer()), 0)
-
-
-def test_a_static_layer_counts_its_tokens_itself() -> None:
-    from transformers import LlamaConfig
-
-    config = LlamaConfig(num_hidden_layers=1, hidden_size=12, num_attention_heads=3, num_key_value_heads=3)
-    cache = StaticCache(config=config, max_cache_len=16)
-    assert room(cache, 0, tokens(1)[0]) is None
-    assert is_empty(cache, 0)
-    cache.update(*tokens(7), 0)
-    into = room(cache, 0, tokens(1)[0])
-    assert into is not None
-    layer = cache.layers[0]
-    assert into.cache.keys is layer.keys
-    assert into.cache.filled is layer.cumulative_length
-    into.keep()
-    assert int(layer.cumulative_length) == 7

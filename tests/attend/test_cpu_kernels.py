@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import re
 from collections.abc import Iterator
@@ -150,15 +149,6 @@ def test_a_call_before_any_check_is_checked_later(monkeypatch):
     assert choose(Q, Q, Q).implementation is TILED
 
 
-@pytest.mark.parametrize("order", [("cpu", "cpu_statistics"), ("cpu_statistics", "cpu")])
-def test_attention_and_its_statistics_have_verdicts_of_their_own(order, monkeypatch):
-    monkeypatch.setattr(first_use, "why_distrusted", lambda *given: None if given[3] == order[0] else "wrong")
-    monkeypatch.setattr(first_use, "has_verdict", lambda *_: True)
-    for _ in range(2):
-        assert cpu_kernels.why_not(*call(Q, Q, Q), order[0]) is None
-        assert cpu_kernels.why_not(*call(Q, Q, Q), order[1]) == "wrong"
-
-
 def test_the_check_finds_a_wrong_kernel(monkeypatch):
     """As of a compiler that breaks the code: each path is compared with the specification."""
     right = attention.attention
@@ -225,23 +215,6 @@ def test_two_builders_compile_once(machine):
     assert machine.count() == 1
 
 
-def test_a_failed_build_is_remembered_until_its_report_is_deleted(machine, caplog):
-    machine.fault.write_text("echo a line >&2; echo an error of the code >&2; echo more >&2; exit 1")
-    for _ in range(2):
-        reason = build.why_not_built()
-        assert reason is not None
-        assert f"failed with status 1: an error of the code. The whole report is in {build._report()}" in reason
-        assert "\n" not in reason
-        assert "more" in build._report().read_text()
-        assert reason == build.why_unavailable()
-        forget()
-    assert machine.count() == 1
-    machine.fault.unlink()
-    build._report().unlink()
-    assert build.why_not_built() is None
-    assert machine.count() == 2
-
-
 @pytest.mark.parametrize("fault", ["kill -9 $$", "echo fatal error: No space left on device >&2; exit 1"])
 def test_a_killed_build_is_tried_again(fault, machine):
     machine.fault.write_text(fault)
@@ -250,22 +223,3 @@ def test_a_killed_build_is_tried_again(fault, machine):
     forget()
     assert build.why_not_built() is None
     assert machine.count() == 2
-
-
-@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), PermissionError(13, "Permission denied")])
-def test_a_folder_that_can_not_be_written_is_a_reason(error, machine, monkeypatch):
-    def fail(*_: Any) -> None:
-        raise error
-
-    monkeypatch.setattr(library_file, "store_library", fail)
-    assert str(error) in str(choose(Q, Q, Q))
-    monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    forget()
-    assert "Not a directory" in str(choose(Q, Q, Q))
-
-
-def test_the_build_says_that_it_takes_time(machine, caplog):
-    caplog.set_level(logging.WARNING, "hf_qknorm")
-    assert build.why_not_built() is None
-    (record,) = caplog.records
-    assert "once, in less than a minute" in record.getMessage()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.attend import functions, implementations
-from hf_qknorm.attend.implementations import CPP, TILED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import flex, library, operators
 from hf_qknorm.ops.trust import first_use
-from hf_qknorm.ops.types import Call, Norm
+from hf_qknorm.ops.types import Call
 from qknorm_tests.operator_calls import call
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
@@ -66,22 +64,6 @@ def test_the_order(options, not_fused, wrong, not_flex, expected, distrusted, mo
     chosen = choose(Q, Q, Q, **options)
     assert str(chosen) == expected
     assert chosen.implementation.words == expected.partition(":")[0]
-
-
-def test_an_arbitrary_mask_is_tiled(distrusted):
-    chosen = choose(Q, Q, Q, mask=torch.ones(1, 1, 9, 9, dtype=torch.bool))
-    assert str(chosen).startswith("tiled in PyTorch: the mask [1, 1, 9, 9] is an arbitrary one")
-    assert str(chosen).count("arbitrary") == 1
-    assert chosen.implementation is TILED
-
-
-def test_a_cpu_never_takes_the_interpreter():
-    assert choose(Q, Q, Q).implementation in (CPP, TILED)
-
-
-def test_other_devices_are_tiled():
-    q = Q.to("meta")
-    assert str(choose(q, q, q)) == "tiled in PyTorch: the kernels are for NVIDIA GPUs and CPUs"
 
 
 def test_a_new_implementation_is_one_entry(monkeypatch):
@@ -183,21 +165,3 @@ def test_an_explicit_name_raises_with_the_figures(wrong, distrusted):
     with pytest.raises(ValueError, match="5.0e-02, and 2.0e-03 is allowed") as caught:
         outcome(model, "hf_qknorm_triton")
     assert 'set_attn_implementation("hf_qknorm")' in str(caught.value)
-
-
-def test_raw_heads_of_an_explicit_name_raise_too(distrusted):
-    distrusted.add("attention")
-    module = torch.nn.Module()
-    module.config = SimpleNamespace(_attn_implementation="hf_qknorm_triton")
-    with pytest.raises(ValueError, match="can't serve this call: the self-check failed"):
-        implementations.takes_in_one(module, Call(*call(Q, Q, Q, q_norm=Norm("rms"))))
-
-
-def test_statistics_are_measured_in_blocks_where_the_kernels_are_wrong(distrusted):
-    from hf_qknorm.attend.calls import Structure
-    from hf_qknorm.measure.logits import measure_by_kernels
-
-    seen = Structure(Q, Q, None, None, True, None)
-    distrusted.add("statistics")
-    assert measure_by_kernels(Q, seen, 0.25, None, cap=50.0) is None
-    assert implementations.TRITON.why_not(*call(Q, Q, Q)) is None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, StaticCache, masking_utils
+from transformers import DynamicCache, StaticCache
 
 from hf_qknorm import patch_model
 from hf_qknorm.attend.calls import is_ranges, structure
@@ -153,18 +153,6 @@ def test_a_mask_without_a_closed_form_is_read_in_chunks(function):
         mask = create("causal", config("causal"), 4096, **function)
     assert_ranges(mask, 2, 4096, 4096)
     assert largest.elements <= CHUNK < 4096**2
-
-
-def test_sequence_ids_that_recur_are_a_mask():
-    ids = torch.tensor([[0, 0, 1, 1, 0, 0]])
-    arguments = {"batch_size": 1, "q_length": 6, "kv_length": 6, "allow_is_causal_skip": False}
-    arguments["mask_function"] = masking_utils.packed_sequence_mask_function(ids)
-    assert torch.equal(structured_mask(**arguments), masking_utils.sdpa_mask(**arguments))
-
-
-def test_ranges_end_where_the_keys_do():
-    everything = {"mask_function": masking_utils.bidirectional_mask_function, "allow_is_causal_skip": False}
-    assert structured_mask(1, 2, 5, **everything).tolist() == [[[[0, 5], [0, 5]]]]
 
 
 @pytest.mark.parametrize("name", ["hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager"])

@@ -17,7 +17,7 @@ from hf_qknorm.attend.calls import is_padded_ranges, structure
 from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.ops import reference
 from qknorm_tests.covering import covering
-from qknorm_tests.mask_cases import HOLES, PADDING, POSITIONS, config, create, even, transformers_own
+from qknorm_tests.mask_cases import HOLES, PADDING, config, create, even, transformers_own
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tables import assert_near
 
@@ -30,14 +30,6 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("kind", ["causal", "window"])
-def test_a_trace_reads_the_same_ranges(kind):
-    settings = config(kind)
-    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
-    arguments = {"position_ids": POSITIONS}
-    assert torch.equal(compiled(kind, settings, 9, **arguments), create(kind, settings, 9, **arguments))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -87,15 +79,6 @@ def test_a_trace_keeps_the_mask_of_a_users_own_function():
     compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
     expected = transformers_own("causal", config("causal"), 9, and_mask_function=even)
     assert torch.equal(compiled("causal", config("causal"), 9, and_mask_function=even), expected)
-
-
-@pytest.mark.parametrize("ids", [[-1, 0, 0, 0, -1, 1, 1, -1, -1], [0, 0, -1, -1, -1, 0, 0, -1, -1]])
-def test_blocks_in_a_trace_are_a_mask(ids):
-    """Tokens of a block see each other, which may leave a gap; a trace can't check that."""
-    blocks = torch.tensor([ids] * 2)
-    compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
-    expected = transformers_own("causal", config("causal"), 9, block_sequence_ids=blocks)
-    assert torch.equal(compiled("causal", config("causal"), 9, block_sequence_ids=blocks), expected)
 
 
 def test_a_gap_that_a_trace_did_not_expect_is_refused():

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hf_qknorm import Scheme, convert_checkpoint, patch_model, plan_conversion, push_to_hub
+from hf_qknorm import convert_checkpoint, patch_model, plan_conversion, push_to_hub
 from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.source import open_source
 from qknorm_tests.folders import configure, edit, loaded, logits, save
@@ -44,16 +44,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda f: edit(f, lambda t: [t.pop(name) for name in list(t) if ".mlp." in name]),
         rf"{FILE}: no entry for model.layers.0.mlp.gate_proj.weight \[96, 64\] and 5 more, which .*config.json asks",
     ),
-    "no up_proj": (lambda f: edit(f, lambda t: t.pop(f"{MLP}.up_proj.weight")), rf"no entry for {MLP}.up_proj.weight"),
-    "no final norm": (
-        lambda f: edit(f, lambda t: t.pop("model.norm.weight")),
-        r"no entry for model.norm.weight \[64\]",
-    ),
-    "no embedding": (
-        lambda f: edit(f, lambda t: t.pop("model.embed_tokens.weight")),
-        r"no entry for model.embed_tokens.weight \[64, 64\]",
-    ),
-    "no head": (lambda f: edit(f, lambda t: t.pop("lm_head.weight")), "no entry for lm_head.weight"),
     "another class": (
         lambda f: configure(f, architectures=["LlamaForSequenceClassification"]),
         r"no entry for score.weight \[2, 64\].*LlamaForSequenceClassification",
@@ -86,7 +76,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         for part, name, dtype, stored in (
             ("q_proj", f"{ATTENTION}.q_proj.weight", torch.int8, "I8"),
             ("q_proj", f"{ATTENTION}.q_proj.weight", torch.float8_e4m3fn, "F8_E4M3"),
-            ("k_proj", f"{ATTENTION}.k_proj.weight", torch.bool, "BOOL"),
             ("up_proj", f"{MLP}.up_proj.weight", torch.int64, "I64"),
         )
     },
@@ -110,14 +99,7 @@ def test_incomplete_sources_are_refused(damage, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_a_random_model_is_not_calibrated(tmp_path):
-    source = save(tiny_model("llama"), tmp_path / "source")
-    DAMAGE["no MLP"][0](source)
-    with pytest.raises(ValueError, match="no entry for model.layers.0.mlp.gate_proj.weight"):
-        convert_checkpoint(source, tmp_path / "out", calibration=[torch.ones(1, 8, dtype=torch.long)], method="ones")
-
-
-@pytest.mark.parametrize("damage", ["no MLP", "too many layers", "another shape", "q_proj in torch.int8", "twice"])
+@pytest.mark.parametrize("damage", ["too many layers", "q_proj in torch.int8"])
 def test_incomplete_checkpoints_are_not_pushed(damage, tmp_path, monkeypatch):
     folder = save(patch_model(tiny_model("llama"), "qk_norm"), tmp_path / "out")
     DAMAGE[damage][0](folder)
@@ -139,14 +121,6 @@ def test_a_missing_part_of_a_joined_tensor_is_found(case, tmp_path):
     gone = [f"model.layers.1.block_sparse_moe.{part}.weight" for part in parts]
     edit(source, lambda t: [t.pop(name) for name in gone])
     with pytest.raises(ValueError, match=message):
-        convert_checkpoint(source, tmp_path / "out")
-
-
-def test_an_expert_of_another_shape_is_named(tmp_path):
-    source = save(tiny_model("mixtral", num_local_experts=3), tmp_path / "source")
-    name = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
-    edit(source, lambda t: t.update({name: torch.ones(64, 95)}))
-    with pytest.raises(ValueError, match=rf"{FILE}: {name} does not fit .* there are 2 of \[64, 96\], 1 of \[64, 95\]"):
         convert_checkpoint(source, tmp_path / "out")
 
 
@@ -194,34 +168,11 @@ def test_legacy_names_are_the_same_tensors(tmp_path):
         convert_checkpoint(source, tmp_path / "again", "qk_norm")
 
 
-def test_old_buffers_are_ignored(tmp_path):
-    source = save(sharp_model("gpt2"), tmp_path / "source")
-    edit(source, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}))
-    convert_checkpoint(source, tmp_path / "out", "qk_norm")
-
-
-def test_a_missing_head_is_not_initialised(tmp_path):
-    """A fine-tuning may start from a random head, a conversion may not: load, train and save the model first."""
-    source = save(sharp_model("llama"), tmp_path / "source")
-    configure(source, architectures=["LlamaForSequenceClassification"])
-    AutoModelForSequenceClassification.from_pretrained(source).save_pretrained(tmp_path / "whole")
-    convert_checkpoint(tmp_path / "whole", tmp_path / "out", "qk_norm")
-    with pytest.raises(ValueError, match=r'correct the config, or name the class .* under "architectures"'):
-        convert_checkpoint(source, tmp_path / "again", "qk_norm")
-
-
-def test_values_are_not_read(tmp_path):
-    """Names, shapes and dtypes are enough, even if the file is gone."""
-    model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", gain="per_head"))
-    with open_source(save(model, tmp_path / "source")) as source:
-        (tmp_path / "source" / FILE).rename(tmp_path / "elsewhere")
-        assert source.check_complete() == ()
-
-
 def test_a_cap_is_put_on_each_family(model_type, tmp_path):
     """Also if transformers renames, joins or shares the layers' tensors, as a cap has no tensors."""
     model = sharp_model(model_type)
-    convert_checkpoint(save(model, tmp_path / "source"), tmp_path / "out", "soft_cap")
+    # Without the stand-alone code, which takes a second of each family; tests/standalone has it.
+    convert_checkpoint(save(model, tmp_path / "source"), tmp_path / "out", "soft_cap", standalone=False)
     tokens = make_batch("plain")["input_ids"]
     with torch.no_grad():
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
@@ -247,3 +198,13 @@ def test_each_tensor_of_each_family_is_required(model_type, tmp_path):
                     continue
                 with pytest.raises(ValueError, match=r"model.safetensors: .*(expected|Is the download complete)"):
                     check_complete(source.model_class, source.config, tensors, source.folder)
+
+
+def test_a_missing_head_is_not_initialised(tmp_path):
+    """A fine-tuning may start from a random head, a conversion may not: load, train and save the model first."""
+    source = save(sharp_model("llama"), tmp_path / "source")
+    configure(source, architectures=["LlamaForSequenceClassification"])
+    AutoModelForSequenceClassification.from_pretrained(source).save_pretrained(tmp_path / "whole")
+    convert_checkpoint(tmp_path / "whole", tmp_path / "out", "qk_norm")
+    with pytest.raises(ValueError, match=r'correct the config, or name the class .* under "architectures"'):
+        convert_checkpoint(source, tmp_path / "again", "qk_norm")

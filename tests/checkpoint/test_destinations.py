@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,15 @@ from typing import Any
 import pytest
 
 from hf_qknorm import (
-    LogitMonitor,
-    add_standalone,
-    cli,
     convert_checkpoint,
     export_native,
     patch_model,
     plan_conversion,
-    push_to_hub,
 )
 from hf_qknorm.demo.data import Settings
 from hf_qknorm.demo.run import run_demo
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import KEPT_CARD
-from hf_qknorm.hub.card import write_card
 from qknorm_tests.covering import covering
 from qknorm_tests.folders import contents
 from qknorm_tests.tiny import tiny_model
@@ -121,26 +115,6 @@ def test_the_working_directory_is_not_replaced(writer, name, plain, run, tmp_pat
     assert os.path.samefile(".", here)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        write_card,
-        add_standalone,
-        lambda name: push_to_hub(name, "me/tiny"),
-        lambda name: export_native(name, "out"),
-        lambda name: convert_checkpoint(name, "out"),
-        lambda name: LogitMonitor(path=name),
-    ],
-)
-def test_empty_names_are_refused(call: Callable[[str], Any], tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    patch_model(tiny_model("llama"), "qk_norm").save_pretrained(tmp_path)
-    before = contents(tmp_path)
-    with pytest.raises(ValueError, match="is empty, which would mean the working directory"):
-        call("")
-    assert contents(tmp_path) == before
-
-
 UNKNOWN = {
     "another checkpoint": ("checkpoint-9/model.safetensors", r": checkpoint-9/\. Move them away"),
     "a calibration text": ("corpus.txt", r": corpus\.txt\."),
@@ -168,14 +142,6 @@ def test_overwriting_deletes_only_a_checkpoint(writer, what, plain, run, tmp_pat
     assert contents(tmp_path) == before
 
 
-def test_the_first_few_are_named(plain, tmp_path):
-    convert(plain, tmp_path / "out")
-    for i in range(5):
-        (tmp_path / "out" / f"note-{i}.txt").touch()
-    with pytest.raises(FileExistsError, match=r"note-0.txt, note-1.txt, note-2.txt and 2 more\. Move"):
-        convert(plain, tmp_path / "out")
-
-
 def test_files_of_hf_qknorm_and_transformers_are_replaced(plain, tmp_path):
     """They are card and plots, report, code, shards under other names, and copies of the source's files."""
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
@@ -201,18 +167,6 @@ def test_files_of_hf_qknorm_and_transformers_are_replaced(plain, tmp_path):
         convert_checkpoint(plain, out, "qk_norm", **options)
 
 
-@pytest.mark.parametrize("config", [None, "[]", "{}", '{"name": "my web site"}', '{"model_'])
-def test_a_folder_without_a_models_config_is_no_checkpoint(config, plain, tmp_path):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "README.md").write_text("precious")
-    if config is not None:
-        (out / "config.json").write_text(config)
-    with pytest.raises(FileExistsError, match=r"out holds no config.json with 'model_type'"):
-        convert(plain, out)
-    assert (out / "README.md").read_text() == "precious"
-
-
 def test_the_calibration_text_is_a_source(plain, tmp_path):
     out = tmp_path / "out"
     convert(plain, out)
@@ -223,26 +177,6 @@ def test_the_calibration_text_is_a_source(plain, tmp_path):
         with pytest.raises(FileExistsError, match="out is the source, or contains it"):
             convert_checkpoint(plain, out, calibration=text, method="moments", overwrite=True)
     assert contents(out) == before
-
-
-def test_home_is_expanded(plain, tmp_path, monkeypatch, capsys):
-    """`~` is expanded in destinations as in sources."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(tmp_path)
-    home = tmp_path / "home"
-    (home / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    assert plan_conversion("~/plain", "~/out").destination == str(home / "out")
-    commands = [
-        ["convert", "~/plain", "~/out", "--scheme", "qk_norm", "--calibrate", "~/text.txt", "--method", "moments"],
-        ["card", "~/out"],
-        ["export", "~/out", "~/native"],
-        ["inspect", "~/out", "--texts", "~/text.txt", "--tokens", "256", "--out", "~/inspected"],
-    ]
-    for command in commands:
-        assert cli.main(command) == 0, capsys.readouterr().err
-    assert sorted(os.listdir(home)) == ["inspected", "native", "out", "plain", "text.txt"]
-    assert os.listdir(tmp_path) == ["home"]
-    assert (home / "out" / "README.md").exists()
 
 
 @pytest.mark.parametrize(

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 from test_destinations import demo, save
-from transformers import AutoTokenizer
 
 from hf_qknorm import LogitMonitor, cli, patch_model
 from hf_qknorm.demo.data import Settings
 from hf_qknorm.demo.run import run_demo
 from hf_qknorm.files.names import KEPT_CARD
 from hf_qknorm.hub.card import write_card
-from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
 from qknorm_tests.folders import contents
 from qknorm_tests.tiny import tiny_model
 
@@ -67,15 +64,6 @@ def test_an_inspection_replaces_only_an_inspection(out, message, run, tmp_path, 
     assert contents(tmp_path) == before
 
 
-def test_inspections_beside_other_files(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    assert cli.main(["inspect", "run", *INSPECT[2:], "."]) == 0
-    (tmp_path / "knees.png").write_text("of an earlier inspection, of an unpatched model")
-    assert cli.main(["inspect", "run", *INSPECT[2:], "."]) == 0
-    assert sorted(os.listdir(tmp_path)) == ["heatmap.png", "inspect.json", "run", "text.txt"]
-
-
 def test_a_picture_does_not_replace_its_log(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     model, log = patch_model(tiny_model("llama"), "none"), tmp_path / "log.jsonl"
@@ -113,13 +101,3 @@ def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
     with pytest.raises(FileExistsError, match="is the source, or contains it"):
         run_demo(Settings(data=str(out / "model"), out=str(out)))
     assert contents(tmp_path) == before
-
-
-def test_a_push_only_reads(run, tmp_path, monkeypatch):
-    (run / "README.md").write_text("my notes")
-    before = contents(tmp_path)
-    with open_checkpoint(run) as source, upload_files(source, "me/tiny", None) as files:
-        assert "README.md" in files
-        assert KEPT_CARD not in files
-    assert contents(tmp_path) == before
-    assert AutoTokenizer.from_pretrained(run).decode([1])

@@ -76,20 +76,6 @@ def test_layers_on_the_disk_give_the_same_result(model_type, share, tmp_path, li
     assert sorted(os.listdir(tmp_path)) == ["in memory", "source", "streamed"]
 
 
-def test_a_checkpoint_that_fits_is_loaded_whole(tmp_path, limited):
-    models = limited(2**33)
-    convert_checkpoint(tiny(tmp_path), tmp_path / "out", KNEE, calibration=BATCHES)
-    assert not any(parameter.is_meta for parameter in models[0].parameters())
-
-
-def test_a_search_reads_the_layers_from_the_disk(tmp_path, limited):
-    folder = tiny(tmp_path)
-    models = limited(least(folder))
-    report = convert_checkpoint(folder, tmp_path / "out", "qk_norm", calibration=BATCHES)
-    assert report.knees
-    assert models[0].config.scheme.knee == report.scheme.knee
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_a_stopped_conversion_leaves_nothing(error, tmp_path, limited, monkeypatch):
     folder = tiny(tmp_path, "mixtral")
@@ -126,27 +112,6 @@ def test_refusals_come_before_weights_are_read(share, limits, message, tmp_path,
     monkeypatch.setattr(memory, "_process_limits", lambda: limits)
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(folder, tmp_path / "out", KNEE, calibration=BATCHES)
-    assert os.listdir(tmp_path) == ["source"]
-
-
-@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
-def test_converted_weights_need_room_on_the_disk(model_type, tmp_path, monkeypatch):
-    folder = tiny(tmp_path, model_type)
-    usage = shutil.disk_usage(tmp_path)._replace(free=10)
-    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
-    with open_source(folder) as source:
-        placing = place_weights(source, 16, least(folder), tmp_path / "out")
-        refusal = pytest.raises(OSError, match=r"that transformers computes with, needs .* has 0\.0 MB free")
-        with refusal if model_type == "mixtral" else nullcontext(), placing as (_, sequences):
-            assert sequences == 1
-    assert os.listdir(tmp_path) == ["source"]
-
-
-def test_norms_are_not_folded_into_weights_on_the_disk(tmp_path, limited):
-    folder = tiny(tmp_path)
-    limited(least(folder))
-    with pytest.raises(ValueError, match="pre_norm=False folds a norm into weights that are not in memory"):
-        convert_checkpoint(folder, tmp_path / "out", "qkv_norm", calibration=BATCHES)
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -220,6 +185,27 @@ def test_limits_of_cgroups(tmp_path):
     cgroup(tmp_path / "c", memory__max="20\n", memory__current="25\n", memory__stat=stat)
     assert sorted(memory._cgroup_limits(process, tmp_path)) == [2, 80]
     assert memory._cgroup_limits(tmp_path / "none", tmp_path) == []
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mixtral"])
+def test_converted_weights_need_room_on_the_disk(model_type, tmp_path, monkeypatch):
+    folder = tiny(tmp_path, model_type)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
+    with open_source(folder) as source:
+        placing = place_weights(source, 16, least(folder), tmp_path / "out")
+        refusal = pytest.raises(OSError, match=r"that transformers computes with, needs .* has 0\.0 MB free")
+        with refusal if model_type == "mixtral" else nullcontext(), placing as (_, sequences):
+            assert sequences == 1
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_norms_are_not_folded_into_weights_on_the_disk(tmp_path, limited):
+    folder = tiny(tmp_path)
+    limited(least(folder))
+    with pytest.raises(ValueError, match="pre_norm=False folds a norm into weights that are not in memory"):
+        convert_checkpoint(folder, tmp_path / "out", "qkv_norm", calibration=BATCHES)
+    assert os.listdir(tmp_path) == ["source"]
 
 
 @pytest.mark.parametrize("kind", [resource.RLIMIT_AS, resource.RLIMIT_DATA])

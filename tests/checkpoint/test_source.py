@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE
-from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
 from qknorm_tests.folders import configure, contents, loaded, logits, save
 from qknorm_tests.tables import as_loaded, sharp_model
@@ -70,12 +69,6 @@ def test_left_over_shards_are_neither_pushed_nor_exported(tmp_path):
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "out")), logits(model))
 
 
-def test_the_index_of_shards_is_pushed(tmp_path):
-    source = save(as_loaded(patch_model(sharp_model("llama"), "none")), tmp_path / "source", max_shard_size="60KB")
-    with open_checkpoint(source) as opened, upload_files(opened, "me/tiny", None) as files:
-        assert {name for name in files if "safetensors" in name} == {INDEX, *opened.weights.files}
-
-
 def test_variants_and_pickles_are_not_copied(tmp_path):
     source = save(sharp_model("llama"), tmp_path / "source")
     others = ("model.fp16.safetensors", "consolidated.safetensors", "pytorch_model.bin")
@@ -103,14 +96,6 @@ def test_settings_that_do_not_load_are_refused(settings, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_one_save_gives_no_warning(tmp_path, caplog):
-    source = save(sharp_model("llama"), tmp_path / "source", max_shard_size="60KB")
-    plan = plan_conversion(source, tmp_path / "out")
-    assert plan.unread == ()
-    assert "not read" not in str(plan)
-    assert "holds weights twice" not in caplog.text
-
-
 def test_weights_that_transformers_would_prefer_are_refused(tmp_path):
     source = save(sharp_model("llama"), tmp_path / "source")
     configure(source, transformers_weights="other.safetensors")
@@ -131,15 +116,6 @@ def test_a_config_names_a_class_of_transformers(architectures, tmp_path):
     with pytest.raises(ValueError, match=message):
         convert_checkpoint(source, tmp_path / "out")
     assert os.listdir(tmp_path) == ["source"]
-
-
-def test_a_patched_checkpoint_names_a_derived_class(tmp_path):
-    source = save(patch_model(sharp_model("llama"), "qk_norm"), tmp_path / "source")
-    with open_source(source) as opened:
-        assert opened.model_class.__name__ == "QKNormLlamaForCausalLM"
-    configure(source, architectures=None)
-    with pytest.raises(ValueError, match=r'"architectures" is .missing., .*\["QKNormLlamaForCausalLM"\]'):
-        export_native(source, tmp_path / "out")
 
 
 @pytest.mark.parametrize("damage", ["absent", "shape"])

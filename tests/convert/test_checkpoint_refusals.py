@@ -47,19 +47,12 @@ DAMAGE = {
         lambda f: _edit(f / INDEX, weight_map={"x": "../../secret.safetensors"}),
         r"said to be in '../../secret.safetensors': expected a .safetensors file of this folder",
     ),
-    "no layer": (
-        lambda f: _edit(f / "config.json", num_hidden_layers=3),
-        r"no entry for model.layers.2.self_attn.q_proj",
-    ),
-    "corrupted config": (lambda f: _truncate(f / "config.json"), r"config.json is no JSON"),
-    "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
     "no weights": (lambda f: [p.unlink() for p in [*f.glob("model*"), f / "pytorch_model.bin"]], r"holds no weights"),
     "corrupted tokenizer": (lambda f: _truncate(f / "tokenizer.json"), r"tokenizer.json is no JSON"),
     "strange tokenizer": (
         lambda f: (f / "tokenizer.json").write_text("{}"),
         r"tokenizer.json: the tokenizer can't be read",
     ),
-    "unknown class": (lambda f: _edit(f / "config.json", architectures=["Nobody"]), r"architectures.* is \['Nobody'\]"),
     "quantised": (
         lambda f: _edit(f / "config.json", quantization_config={}),
         r"config.json: this checkpoint is quantised",

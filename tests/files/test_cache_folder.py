@@ -112,18 +112,6 @@ def test_a_parent_may_be_open_to_a_group_of_this_user_alone(users, member, base,
             folder()
 
 
-def test_a_group_without_a_name_is_one_of_others(base, monkeypatch):
-    base.mkdir()
-    base.chmod(0o775)
-
-    def unknown(_: int) -> None:
-        raise KeyError
-
-    monkeypatch.setattr(grp, "getgrgid", unknown)
-    with pytest.raises(UntrustedError, match=f"{base} has mode 0775"):
-        folder()
-
-
 @needs_root
 def test_links_are_resolved_before_the_check(base, tmp_path):
     (tmp_path / "theirs").mkdir()

@@ -16,12 +16,6 @@ for _ in progress_bar(range(3), desc="counting", mininterval=0):
 print("done")
 """
 pytestmark = pytest.mark.costly
-KERNEL = """
-import sys
-from types import ModuleType, SimpleNamespace
-sys.modules["IPython"] = ModuleType("IPython")
-sys.modules["IPython"].get_ipython = lambda: SimpleNamespace(config={"IPKernelApp": {}})
-"""
 
 
 OFTEN = """
@@ -40,13 +34,6 @@ def test_a_pipe_gets_a_line_a_minute():
     *_, last = done.stderr.splitlines()
     assert last.startswith("counting: 3 of 3 after 00:00, about 00:00 left")
     assert "\r" not in done.stderr
-
-
-def test_a_notebook_gets_a_bar():
-    """As text without ipywidgets; tqdm's warning about that comes with its import, which transformers makes first."""
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", KERNEL + BAR], capture_output=True, text=True)
-    assert "done" in done.stdout, done.stderr
-    assert "counting" in done.stdout + done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -22,17 +20,6 @@ from qknorm_tests.covering import covering
 from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
 
 CHECKPOINTS = ("llama-shakespeare", "gpt2-shakespeare")
-
-
-@pytest.mark.costly
-def test_importing_the_package_imports_no_modelling_file():
-    script = (
-        "import sys, hf_qknorm\n"
-        "print(*(name for name in sys.modules if name.startswith('transformers.models.') and '.modeling_' in name))\n"
-    )
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    loaded = set(result.stdout.split())
-    assert not {f"transformers.models.{model_type}.modeling_{model_type}" for model_type in MODEL_TYPES} & loaded
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -67,12 +54,6 @@ def test_a_derived_type_finds_the_tokenizer_of_its_base(model_type):
     assert (f"qknorm_{model_type}" in corrected) == (model_type in corrected)
 
 
-def test_unknown_names_raise_attribute_error():
-    for name in ("QKNormNothing", "nothing"):
-        with pytest.raises(AttributeError, match=name):
-            getattr(derived_classes, name)
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
     """Trainer shifts labels only for classes that it knows by name as causal language models."""
@@ -83,20 +64,6 @@ def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
         for model in (sharp_model(model_type), patch_model(sharp_model(model_type), "none"))
     ]
     assert torch.equal(*losses)
-
-
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_tokenizer_of_a_patched_checkpoint(name, shared, tmp_path):
-    source = shared / "checkpoints" / name
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    patch_model(AutoModelForCausalLM.from_pretrained(source), "qk_norm_cap").save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    assert type(again) is type(tokenizer)
-    text = "What light through yonder window breaks?\nÀ demain, 東京!"
-    assert again(text) == tokenizer(text)
-    assert again.decode(again(text)["input_ids"]) == tokenizer.decode(tokenizer(text)["input_ids"])
-    assert len(again) == len(tokenizer)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-from hf_qknorm import SCHEMES, calibrate, patch_model, set_blend, unpatch_model
+from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.in_memory import InMemoryName
 from qknorm_tests.tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
@@ -60,14 +60,6 @@ def test_the_copy_computes_the_same_and_shares_nothing(model_type, name):
     assert torch.equal(again(**batch).logits, expected)
 
 
-@torch.no_grad()
-def test_a_copy_within_a_blend_continues_it(patched):
-    set_blend(patched, 0.5)
-    again = LlamaForCausalLM.from_pretrained(patched.name_or_path)
-    assert torch.equal(again(**make_batch("plain")).logits, patched(**make_batch("plain")).logits)
-    assert again.config.qk_norm_blend == patched.config.qk_norm_blend
-
-
 @pytest.mark.parametrize("auto", [AutoModelForCausalLM, LlamaForCausalLM])
 def test_the_copy_has_the_model_in_memory_and_the_options(auto, patched, folder, caplog):
     options = {"dtype": torch.bfloat16, "attn_implementation": "eager"}
@@ -80,18 +72,6 @@ def test_the_copy_has_the_model_in_memory_and_the_options(auto, patched, folder,
     assert again.config._attn_implementation == "eager"
     assert patched.config._attn_implementation == "hf_qknorm"
     assert again.name_or_path.model() is again.config.name_or_path.model() is again
-
-
-def test_the_copy_generates_as_the_model_does(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.generation_config.eos_token_id = [5, 7]
-    again = AutoModelForCausalLM.from_pretrained(patch_model(model, "qk_norm").name_or_path)
-    assert again.generation_config.to_dict() == model.generation_config.to_dict()
-    assert again.generation_config is not model.generation_config
-
-
-def test_the_old_name_of_the_dtype(patched):
-    assert LlamaForCausalLM.from_pretrained(patched.name_or_path, torch_dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 def test_the_auto_class_returns_the_config_of_the_model_in_memory(patched, folder, tmp_path):
@@ -114,18 +94,6 @@ def test_tokenizers_are_those_of_the_folder(patched, folder, caplog):
     for name in (patched.name_or_path, gone):
         assert AutoTokenizer.from_pretrained(name).get_vocab() == byte_tokenizer().get_vocab()
     assert "changed in memory, and is gone: its file is read" in caplog.text
-
-
-def test_plain_names_are_the_unpatched_models(patched, folder):
-    assert patched.name_or_path == patched.config.name_or_path == patched.model.name_or_path == str(folder)
-    assert AutoConfig.from_pretrained(str(patched.name_or_path)).model_type == "llama"
-    assert type(AutoModelForCausalLM.from_pretrained(str(patched.name_or_path))) is LlamaForCausalLM
-
-
-def test_a_copied_model_has_a_name_of_its_own(patched):
-    again = copy.deepcopy(patched)
-    assert again.name_or_path.model() is again.config.name_or_path.model() is again
-    assert patched.name_or_path.model() is patched
 
 
 def test_anywhere_else_the_name_is_a_string(patched, folder, tmp_path):
@@ -158,24 +126,6 @@ def test_changes_to_a_patched_checkpoint_are_marked(patched, tmp_path):
     assert type(LlamaForCausalLM.from_pretrained(unpatched.name_or_path)) is LlamaForCausalLM
 
 
-def test_the_mark_from_before_a_patch_stays(patched, tmp_path):
-    """An unpatched model from a patched checkpoint is not the model of that name, whatever follows."""
-    patched.save_pretrained(tmp_path / "out")
-    model = unpatch_model(AutoModelForCausalLM.from_pretrained(tmp_path / "out"))
-    with pytest.raises(ValueError, match="can't cap"):
-        patch_model(model, "soft_cap", attn_implementation="sdpa")
-    for scheme in ("none", "qk_norm"):
-        patch_model(model, scheme)
-        assert model.name_or_path.model() is model.config.name_or_path.model() is model
-        unpatch_model(model)
-        assert model.name_or_path.model() is model.config.name_or_path.model() is model
-
-
-def test_none_keeps_the_name(folder):
-    model = patch_model(AutoModelForCausalLM.from_pretrained(folder), "none")
-    assert type(model.name_or_path) is type(model.config.name_or_path) is str
-
-
 def test_a_model_that_cannot_be_copied_is_refused(patched, folder):
     name = patched.name_or_path
     with pytest.raises(ValueError, match=r"it is a QKNormLlamaForCausalLM\. .* Save the changed model and give its"):
@@ -204,12 +154,6 @@ def test_a_sharded_model_is_refused(patched, process_group):
     fully_shard(patched, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match="its weights are sharded"):
         LlamaForCausalLM.from_pretrained(patched.name_or_path)
-
-
-def test_an_unnamed_model_is_copied_by_its_empty_name():
-    model = patch_model(sharp_model("llama"), "soft_cap")
-    assert model.name_or_path == ""
-    assert type(LlamaForCausalLM.from_pretrained(model.name_or_path)) is type(model)
 
 
 VLLM = """

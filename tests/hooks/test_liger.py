@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     LlavaConfig,
@@ -20,7 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_qknorm import Scheme, unpatch_model
+from hf_qknorm import Scheme
 from hf_qknorm.families import FAMILIES, known_families
 from hf_qknorm.families.class_names import classes_of
 from qknorm_tests.children import child
@@ -129,20 +128,6 @@ def test_a_model_with_liger_is_patched_and_keeps_its_kernels(model_type):
     assert_same_step(step(model), expected)
 
 
-def test_a_loss_that_liger_changes_by_itself_changes_without_a_patch_too():
-    expected = step(unpatched(OTHER_LOSS))
-    with pytest.raises(AssertionError, match="loss: relative error"):
-        assert_same_step(step(liger(unpatched(OTHER_LOSS))), expected)
-
-
-@pytest.mark.parametrize("model_type", sorted(BROKEN))
-def test_types_that_fail_in_liger_itself_fail_alike(model_type):
-    with pytest.raises(ImportError) as of_base:
-        liger(unpatched(model_type))
-    with pytest.raises(ImportError, match=str(of_base.value).partition("(")[0]):
-        liger(patched(model_type))
-
-
 @pytest.mark.parametrize("first", ["liger", "patch"])
 @pytest.mark.parametrize("model_type", ["llama", "gemma2", "phi3"])
 def test_ligers_function_for_a_whole_class_before_patching_or_after(model_type, first):
@@ -194,12 +179,6 @@ def test_the_tower_of_a_multimodal_model(scheme):
     assert_near(states(model), expected, TOLERANCE)
 
 
-def test_removed_norms_stay_removed():
-    model = liger(patched(scheme="qkv_norm"))
-    assert not any("input_layernorm" in name for name in replaced(model))
-    assert all(type(layer.input_layernorm) is nn.Identity for layer in model.model.layers)
-
-
 def test_head_norms_are_never_replaced():
     from liger_kernel.transformers import monkey_patch
 
@@ -209,14 +188,6 @@ def test_head_norms_are_never_replaced():
     assert "forward" not in vars(norm)
     monkey_patch._patch_rms_norm_module(model.model.norm)
     assert replaced(model) == {"model.norm": "LigerRMSNorm.forward"}
-
-
-def test_unpatching_leaves_ligers_kernels():
-    expected = step(unpatched("llama"))
-    model = unpatch_model(liger(patched()))
-    assert type(model).__name__ == "LlamaForCausalLM"
-    assert replaced(model) == replaced(liger(unpatched("llama")))
-    assert_same_step(step(model), expected)
 
 
 def test_saving_and_loading(tmp_path):

@@ -18,7 +18,6 @@ from transformers import (
     LlamaForCausalLM,
     LlamaModel,
     LlavaForConditionalGeneration,
-    PretrainedConfig,
 )
 
 from hf_qknorm import Scheme, patch_model
@@ -80,20 +79,6 @@ def test_with_the_package(way, first_version, folder, tmp_path):
         folder = as_first_version(folder, tmp_path / "first")
     with pytest.raises(ValueError, match="is a patched checkpoint of model_type 'qknorm_llama', and Llama"):
         WAYS[way](folder)
-
-
-def test_pretrained_config_reads_a_patched_checkpoint(folder):
-    assert PretrainedConfig.from_pretrained(folder).model_type == "qknorm_llama"
-
-
-def test_a_setting_may_have_any_name():
-    assert LlamaConfig(config=1, post_init=2, function=3).post_init == 2
-
-
-def test_unpatched_checkpoints_load_as_before(tmp_path):
-    sharp_model("llama").save_pretrained(tmp_path)
-    assert type(LlamaForCausalLM.from_pretrained(tmp_path)) is LlamaForCausalLM
-    assert type(AutoModelForCausalLM.from_pretrained(tmp_path, config=tiny_config("llama"))) is LlamaForCausalLM
 
 
 @pytest.mark.costly

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification
 
-from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, cli, patch_model, set_blend
+from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import render_card, write_card
@@ -54,10 +52,6 @@ def test_a_card_tells_how_the_heads_of_latent_attention_are_normed(tmp_path):
     assert "2505.09388" not in text
 
 
-def test_code_in_a_card_is_not_escaped(tmp_path):
-    assert "its model type, `qknorm_gpt_neox`." in render_card(checkpoint(tmp_path, family="gpt_neox", report=False))
-
-
 def test_a_card_states_that_there_is_no_report(tmp_path):
     write_card(checkpoint(tmp_path, report=False))
     text = (tmp_path / "README.md").read_text()
@@ -78,15 +72,6 @@ def test_the_card_of_a_model_without_a_head(tmp_path):
     assert "AutoModel.from_pretrained" in text
     assert LOSS_PLOT not in text
     assert draw_report(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS_PLOT]
-
-
-def test_a_classifier_is_loaded_by_its_auto_class(tmp_path):
-    tiny_model("llama").save_pretrained(tmp_path / "base")
-    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
-    patch_model(model, "qk_norm").save_pretrained(tmp_path / "patched")
-    text = render_card(tmp_path / "patched")
-    assert "AutoModelForSequenceClassification.from_pretrained" in text
-    assert front(text)["pipeline_tag"] == "text-classification"
 
 
 def test_names_on_the_hub_are_linked_and_paths_left_out(tmp_path):
@@ -116,16 +101,6 @@ def test_the_first_snippet_runs(tmp_path, capsys):
     assert "Once upon a time" in capsys.readouterr().out
 
 
-def test_stand_alone_code_is_mentioned_if_it_exists(tmp_path):
-    checkpoint(tmp_path, report=False)
-    assert "trust_remote_code" not in render_card(tmp_path)
-    (tmp_path / "modeling_qknorm.py").write_text("")
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["auto_map"] = {"AutoModelForCausalLM": "modeling_qknorm.QKNormLlamaForCausalLM"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert 'from_pretrained("OWNER/NAME", trust_remote_code=True)' in render_card(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("scheme", "native"), [("qk_norm", "qwen3"), ("soft_cap", "vaultgemma"), ("qk_norm_cap", None)]
 )
@@ -133,13 +108,6 @@ def test_the_export_is_mentioned_if_there_is_one(tmp_path, scheme, native):
     text = render_card(checkpoint(tmp_path, scheme, report=False))
     assert (f"a plain {native}" in text) is (native is not None)
     assert ("hf-qknorm export" in text) is (native is not None)
-
-
-def test_a_blend_is_mentioned(tmp_path):
-    model = patch_model(tiny_model("llama"), "qk_norm_cap")
-    set_blend(model, 0.5)
-    model.save_pretrained(tmp_path)
-    assert "from the middle of a **blend**" in render_card(tmp_path)
 
 
 def test_folders_without_a_patched_checkpoint_are_refused(tmp_path):
@@ -157,14 +125,3 @@ def test_folders_without_a_patched_checkpoint_are_refused(tmp_path):
     with pytest.raises(ValueError, match=f"{REPORT}: report.format is missing"):
         write_card(tmp_path)
     assert not (tmp_path / "README.md").exists()
-
-
-def test_the_command_writes_card_and_plots(tmp_path, capsys):
-    assert cli.main(["card", str(checkpoint(tmp_path)), "--repo", "me/converted"]) == 0
-    assert (
-        capsys.readouterr().out
-        == f"written: {', '.join(str(tmp_path / n) for n in ('README.md', LOSS_PLOT, LOGITS_PLOT))}\n"
-    )
-    assert "me/converted" in (tmp_path / "README.md").read_text()
-    assert cli.main(["card", str(tmp_path / "nowhere")]) == 1
-    assert "config.json is missing" in capsys.readouterr().err

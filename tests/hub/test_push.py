@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import Scheme, patch_model, push_to_hub, set_blend
+from hf_qknorm import patch_model, push_to_hub
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.hub.card import PLACEHOLDER_NOTE, write_card
-from hf_qknorm.hub.upload_files import open_checkpoint
 from qknorm_tests.push_cases import SHARDS, checkpoint, contents, logits, patched
 from qknorm_tests.tiny import tiny_model
 
@@ -109,18 +108,6 @@ def test_an_edited_card_keeps_its_text(hub, out):
     assert (out / "README.md").read_text() == f"{card}\nMy own words.\n"
 
 
-def test_a_card_without_edits_is_written_anew_for_the_repository(hub, out):
-    """The folder has neither a name on the Hub nor stand-alone code, which the push adds."""
-    write_card(out)
-    assert "**Without hf_qknorm**, this checkpoint does not load" in (out / "README.md").read_text()
-    push_to_hub(out, "me/tiny")
-    (commit,) = hub.commits("me/tiny")
-    pushed = commit.files["README.md"].decode()
-    assert "\n# tiny\n" in pushed
-    assert 'from_pretrained("me/tiny", trust_remote_code=True)' in pushed
-    assert not re.search(r"does not load|OWNER/NAME|\(Replace", pushed)
-
-
 @pytest.mark.parametrize(("private", "asked"), [(None, None), (True, "private"), (False, "public")])
 def test_visibility_is_requested_only_if_private_is_given(hub, out, private, asked):
     push_to_hub(out, "me/tiny", private=private)
@@ -153,30 +140,6 @@ def test_local_paths_of_the_models_origin_are_not_uploaded(hub, out):
     (commit,) = hub.commits("me/tiny")
     for name, data in commit.files.items():
         assert b"/data/private" not in data, name
-
-
-@pytest.mark.parametrize(
-    ("model_type", "scheme", "auto"),
-    [
-        ("gpt2", "henry", AutoModelForCausalLM),  # keys without a gain, weights without the base's prefix
-        ("mixtral", "qk_norm", AutoModelForCausalLM),  # experts that are stored apart
-        ("qwen3", "soft_cap", AutoModelForCausalLM),  # norms of its own
-        ("llama", Scheme(q="layer", k="layer", gain="per_head"), AutoModelForSequenceClassification),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_complete_checkpoints_are_recognised(tmp_path, model_type, scheme, auto):
-    model = patch_model(auto.from_config(tiny_model(model_type).config), scheme)
-    model.save_pretrained(tmp_path)
-    with open_checkpoint(tmp_path) as source:
-        assert source.config.scheme == model.config.scheme
-
-
-def test_a_partial_blend_can_be_pushed(hub, tmp_path):
-    model = patched()
-    set_blend(model, 0.5)
-    push_to_hub(model, "me/tiny")
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("me/tiny")), logits(model))
 
 
 @pytest.mark.parametrize("origin", ["a folder", "the Hub", "nowhere"])

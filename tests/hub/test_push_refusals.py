@@ -76,45 +76,11 @@ def token_in_card(hub: Hub, out: Path) -> None:
     (out / "LICENSE").write_text("MIT\nexport HF_TOKEN=hf_writes")
 
 
-def anothers_token(hub: Hub, out: Path) -> None:
-    (out / "LICENSE").write_text("login(" + "hf_" + "a1" * 17 + ")")
-
-
-def own_path(hub: Hub, out: Path) -> None:
-    data = json.loads((out / "generation_config.json").read_text())
-    (out / "generation_config.json").write_text(json.dumps(data | {"made_in": str(out)}))
-
-
-def home(hub: Hub, out: Path) -> None:
-    (out / "chat_template.jinja").write_text(f"{{# {Path.home()}/templates #}}")
-
-
-def metadata(hub: Hub, out: Path) -> None:
-    save_file(load_file(out / WEIGHTS), out / WEIGHTS, metadata={"format": "pt", "from": str(out)})
-
-
-def elsewhere_in_tokenizer(hub: Hub, out: Path) -> None:
-    data = json.loads((out / "tokenizer_config.json").read_text())
-    (out / "tokenizer_config.json").write_text(json.dumps(data | {"special_tokens_map_file": "/mnt/models/map.json"}))
-
-
-def token_in_name(hub: Hub, out: Path) -> None:
-    weights = load_file(out / WEIGHTS)
-    weights["hf_oauth_" + "eyJh.bGci" * 4] = torch.zeros(1)
-    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
-
-
-def token_in_metadata(hub: Hub, out: Path) -> None:
-    save_file(load_file(out / WEIGHTS), out / WEIGHTS, metadata={"format": "pt", "hf_" + "a1" * 17: "x"})
-
-
 REFUSALS: list[tuple[Any, type[Exception], str]] = [
     ({"token": "hf_unknown"}, PermissionError, "the Hub does not know this token"),
     ({"token": "hf_reads"}, PermissionError, "the token 'read' has no write access to it"),
-    ({"token": "hf_elsewhere"}, PermissionError, "the token 'fineGrained' has no write access to it"),
     ({"token": "hf_revoked"}, PermissionError, "the Hub denied access (403 You don't have the rights to write here)"),
     ({"repo_id": "you/tiny"}, PermissionError, "me has no write access to you, only to me, lab"),
-    ({"repo_id": "readers/tiny"}, PermissionError, "me has no write access to readers"),
     ({"repo_id": "me/tiny/more"}, ValueError, "me/tiny/more"),
     ({"revision": "next"}, ValueError, "does not exist, so it has no branch 'next'"),
     (no_branch, ValueError, "me/tiny has no branch 'next', only main: create it"),
@@ -139,17 +105,6 @@ REFUSALS: list[tuple[Any, type[Exception], str]] = [
     (no_gain, ValueError, "model.layers.1.self_attn.q_norm.weight is not there, expected [16]"),
     (linked_out, ValueError, "tokenizer.json is a link to"),
     (token_in_card, ValueError, "LICENSE, line 2, contains a token of the Hub: remove it"),
-    (anothers_token, ValueError, "LICENSE, line 1, contains a token of the Hub"),
-    (own_path, ValueError, "generation_config.json, line 1, contains a path of this machine"),
-    (home, ValueError, "chat_template.jinja, line 1, contains a path of this machine"),
-    (metadata, ValueError, "model.safetensors (metadata), line"),
-    (token_in_metadata, ValueError, "model.safetensors (metadata), line"),
-    (token_in_name, ValueError, "model.safetensors (names of tensors), line 1, contains a token"),
-    (
-        elsewhere_in_tokenizer,
-        ValueError,
-        "tokenizer_config.json, special_tokens_map_file, contains a path of this machine",
-    ),
 ]
 
 

@@ -39,12 +39,6 @@ def test_a_model_in_memory_is_pushed_with_its_report(hub, tmp_path, how):
     assert Calibration.load(tmp_path / "again" / REPORT) == report
 
 
-def test_a_checkpoint_without_a_report_loads_from_the_hub(hub, tmp_path):
-    push_to_hub(checkpoint(tmp_path / "out"), "me/tiny")
-    AutoModelForCausalLM.from_pretrained("me/tiny").save_pretrained(tmp_path / "again")
-    assert not (tmp_path / "again" / REPORT).exists()
-
-
 @pytest.mark.parametrize("writer", ["save_pretrained", "another tool"])
 def test_after_training_in_place_no_old_number_is_pushed(hub, tmp_path, writer, caplog):
     out = checkpoint(tmp_path / "out")
@@ -85,15 +79,3 @@ def test_the_card_in_the_folder_says_so_too_and_loses_its_plots(tmp_path, change
     assert write_card(tmp_path) == (tmp_path / "README.md",)
     assert "**Its weights have changed since**" in (tmp_path / "README.md").read_text()
     assert not list(tmp_path.glob("*.png"))
-
-
-def test_a_missing_tokenizer_is_named(hub, tmp_path, caplog):
-    out = checkpoint(tmp_path / "out")
-    push_to_hub(out, "me/tiny")
-    assert "no tokenizer" not in caplog.text
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (out / name).unlink()
-    write_card(out)
-    assert "has no tokenizer: use that of the model that was converted" in (out / "README.md").read_text()
-    push_to_hub(out, "me/tiny")
-    assert "me/tiny gets no tokenizer" in caplog.text

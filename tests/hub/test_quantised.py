@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from hf_qknorm import Scheme, add_standalone, patch_model, push_to_hub
+from hf_qknorm import Scheme, add_standalone, patch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
 from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 
@@ -69,14 +69,6 @@ def test_saved_quantised_it_comes_back_with_its_code(name, saved, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="cpu")
     assert torch.equal(again(**make_batch("left")).logits, small(**make_batch("left")).logits)
     assert (tmp_path / "modeling_qknorm.py").is_file()
-
-
-@torch.no_grad()
-def test_pushed_quantised_it_comes_back(hub, saved, tmp_path):
-    quantised("8 bit", saved[1]).save_pretrained(tmp_path / "out")
-    push_to_hub(tmp_path / "out", "me/small")
-    pushed, here = (AutoModelForCausalLM.from_pretrained(x, device_map="cpu") for x in ("me/small", tmp_path / "out"))
-    assert torch.equal(pushed(**make_batch("left")).logits, here(**make_batch("left")).logits)
 
 
 def test_gains_of_a_quantised_model_are_trained(saved):

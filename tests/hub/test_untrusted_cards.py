@@ -35,18 +35,6 @@ def test_fields_of_the_base_models_card_are_inherited(tmp_path):
     assert (tmp_path / "README.md").read_text() == text  # the generated card has the same fields
 
 
-def test_a_generated_card_is_recognised_with_edits(tmp_path):
-    assert not is_generated_card(checkpoint(tmp_path, report=False) / "README.md")
-    for text in ("# A card", "---\ntags: [llama]\n---\n", "---\n{: }[\n---\n", "---\ntags: {hf_qknorm: 1}\n---\n"):
-        (tmp_path / "README.md").write_text(text)
-        assert not is_generated_card(tmp_path / "README.md")
-    write_card(tmp_path)
-    assert is_generated_card(tmp_path / "README.md")
-    with (tmp_path / "README.md").open("a") as file:
-        file.write("\nA user's own words.\n")
-    assert is_generated_card(tmp_path / "README.md")
-
-
 HOSTILE = "<script>alert(1)</script> | `a` **b** {{ 7 * 7 }} {% raw %} [x](javascript:y) # $z$"
 
 

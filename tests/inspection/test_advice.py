@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
 from hf_qknorm import SCHEMES, Scheme
 from hf_qknorm.inspection.advice import advise, cap_loss, knee_scheme, wide_cap
-from hf_qknorm.inspection.report import Advice, Inspection, KneeTrial, KneeTrials, scheme_name
+from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials
 from hf_qknorm.reports.records import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
@@ -37,11 +36,6 @@ def measurements(largest: float, *, bound: float | None = None, **known) -> Insp
     """The inspection of a model of two layers with this largest |logit|, and this bound."""
     layers = {"calm": layer(1.0, 2.0), "worst": layer(1.0, largest)}
     return inspection({name: dataclasses.replace(x, bound=bound) for name, x in layers.items()}, **known)
-
-
-@pytest.mark.parametrize(("logit", "share"), [(0.0, 0.0), (10.0, 0.013), (50.0, 0.238), (100.0, 0.518)])
-def test_the_share_of_a_logit_that_a_cap_of_50_takes(logit, share):
-    assert cap_loss(logit, 50.0) == pytest.approx(share, abs=5e-4)
 
 
 @pytest.mark.parametrize("logit", [1.0, 28.6, 28.7, 50.0, 77.0, 1e4])
@@ -73,15 +67,8 @@ def test_collapsed_heads_are_counted_in_the_reasons(entropy, named):
 
 CASES = {
     # name: (measurements, the advised scheme, a part of a reason)
-    "calm": (measurements(20.0), "soft_cap", "a cap of 50 bends the largest logit by no more than 5%"),
-    "raised": (measurements(40.0), "Scheme(softcap=70.0)", "a cap of 70 bends the largest logit by no more than 10%"),
     "large": (measurements(80.0), "Scheme(softcap=140.0)", "a cap of 140 bends the largest logit by no more than 10%"),
     "runaway": (measurements(101.0), "qk_norm", "a cap of 50 would bend the largest logit by 52%"),
-    "large, and 50 is measured to cost nothing": (
-        measurements(80.0, trials={Scheme(softcap=50.0): CHEAP, Scheme(softcap=140.0): CHEAP}),
-        "soft_cap",
-        "a cap of 50 bends the largest logit by 42%; measured, it costs a KL of 0.001, 99.0% same top token",
-    ),
     "large, and 50 is measured to cost much": (
         measurements(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): CHEAP}),
         "Scheme(softcap=140.0)",
@@ -97,33 +84,17 @@ CASES = {
         "soft_cap",
         "measured, it costs a KL of 0.001",
     ),
-    "another cap": (
-        measurements(15.0, cap=10.0),
-        "Scheme(softcap=30.0)",
-        "a cap of 30 bends the largest logit by no more than 8%",
-    ),
     "a knee keeps the loss": (
         measurements(80.0, knees=KEPT, trials={Scheme(softcap=50.0): CHEAP}),
         "qk_norm_cap",
         "finds gains and a knee of 4 for this scheme: the loss rises by 0.007 nats, with a KL of 0.004 (allowed: "
         "0.011; fresh gains and no knee: 1.100), and no input can give a |logit| over 200",
     ),
-    "smaller knees bound tighter": (
-        measurements(20.0, knees=KEPT),
-        "qk_norm_cap",
-        "(1: +0.080, at most 80, 2: +0.010,",
-    ),
     "no knee keeps the loss": (
         measurements(300.0, knees=LOST),
         "qk_norm",
         "norms with a knee cost more than the 0.005 nats that calibrate() allows: 0.007 with a knee of 4",
     ),
-    "Gemma 2, saturated, and a knee keeps the loss": (
-        measurements(150.0, own_cap=50.0, knees=dataclasses.replace(KEPT, scheme=SCHEMES["qk_norm"])),
-        "qk_norm",
-        "finds gains and a knee of 4",
-    ),
-    "Gemma 2, with knees": (measurements(90.0, own_cap=50.0, knees=KEPT), "none", "and bounds larger ones too"),
     "q_norm already": (
         measurements(300.0, scheme=Scheme(q="rms")),
         "Scheme(q='rms', k='auto')",
@@ -134,37 +105,16 @@ CASES = {
         "none",
         "a cap of 50 would bend the largest logit by 1.9%: nothing need be added",
     ),
-    "Qwen3, with a bound": (
-        measurements(12.0, normed=True, bound=40.0),
-        "none",
-        "bound the logits, to at most 40 for any input; a cap of 50 would bend the largest logit by 1.9%",
-    ),
     "Qwen3, with gains that allow large logits": (
         measurements(12.0, normed=True, bound=900.0),
         "none",
         "the gains allow far more than was seen: watch them and the logits with LogitMonitor",
-    ),
-    "Llama 4, whose layers without RoPE have no norms": (
-        measurements(12.0, normed=True),
-        "none",
-        "bound the logits, not in every layer",
     ),
     "Qwen3 with grown gains": (
         measurements(60.0, normed=True, bound=300.0),
         "Scheme(softcap=110.0)",
         "in proportion to their gains (to at most 300 for any input), and the gains have grown",
     ),
-    "Qwen3 with grown gains and no other cure": (
-        measurements(60.0, normed=True),
-        "Scheme(softcap=110.0)",
-        "a cap is all that can be added to norms; if the gains still grow, decay or clip them, or lower the rate",
-    ),
-    "Qwen3 with grown gains, measured": (
-        measurements(60.0, normed=True, trials={Scheme(softcap=50.0): CHEAP}),
-        "soft_cap",
-        "measured, it costs a KL of 0.001",
-    ),
-    "patched with norms": (measurements(8.0, scheme=NORMED, normed=True), "Scheme(q='rms', k='rms')", "nothing need"),
     "patched with norms whose gains have grown": (
         measurements(60.0, scheme=NORMED, normed=True),
         "Scheme(q='rms', k='rms', softcap=110.0)",
@@ -174,11 +124,6 @@ CASES = {
         measurements(20.0, latent=True, knees=KEPT),
         "qk_norm_cap",
         "a server has to cache one number more for each token and head",
-    ),
-    "DeepSeek V3, runaway": (
-        measurements(300.0, latent=True, knees=LOST),
-        "qk_norm",
-        "where it can't, take a cap, and QuacK or MuonClip in training",
     ),
     "no knee and no cap suits the model": (
         measurements(300.0, knees=LOST),
@@ -237,14 +182,3 @@ def test_the_chosen_knee_has_a_margin_over_the_smallest_within_the_limit():
     assert LOST.chosen is None
     assert KEPT.to_dict()["chosen"] == 4
     assert KEPT.to_dict()["trials"][0] == {"knee": 0.0, "rise": 0.4, "kl": 0.2, "bound": 40.0}
-
-
-def test_a_scheme_is_named_as_a_user_would_write_it():
-    for scheme in (Scheme(softcap=70.0), Scheme(q="auto", gain="per_head"), *SCHEMES.values()):
-        assert (SCHEMES.get(scheme_name(scheme)) or eval(scheme_name(scheme))) == scheme
-    assert Advice(SCHEMES["qk_norm"], ("why",)).to_dict()["name"] == "qk_norm"
-
-
-def test_a_cap_of_50_hardly_changes_the_logits_of_fresh_norms():
-    for head_dim, share in ((64, 0.008), (128, 0.017), (256, 0.033)):
-        assert cap_loss(math.sqrt(head_dim), 50.0) == pytest.approx(share, abs=5e-4)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 
 import pytest
@@ -101,13 +100,6 @@ def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
     assert trial.rise == pytest.approx(loss[1].loss - loss[0].loss, abs=1e-3)
 
 
-def test_a_model_with_a_latent_is_advised_norms_and_told_their_price_in_serving():
-    found = inspect_model(sharp_model("deepseek_v3"), [tokens(2, 20)])
-    assert found.knees.chosen.knee in SWEPT
-    assert found.advice.scheme == SCHEMES["qk_norm_cap"]
-    assert "a server has to cache one number more" in "".join(found.advice.reasons)
-
-
 def jump(model: torch.nn.Module, batches: list, scheme: Scheme) -> float:
     """The rise in loss with a scheme with fresh gains."""
     patch_model(model, scheme, attn_implementation="hf_qknorm")
@@ -150,17 +142,6 @@ def test_the_entropy_of_even_attention_is_a_mean_of_logarithms():
         assert layer.entropy == pytest.approx([layer.even] * 4, rel=1e-5)
 
 
-def test_risks_are_sorted_and_relative_to_a_given_cap():
-    found = inspect_model(sharp_model("gpt2", num_hidden_layers=4, n_layer=4), [tokens(2, 20)], cap=2.0)
-    largest = [risk.max_logit for risk in found.risks]
-    assert largest == sorted(largest, reverse=True)
-    assert largest[0] == max(max(layer.max_logit) for layer in found.layers.values())
-    assert found.cap == 2
-    assert any(share > 0 for layer in found.layers.values() for share in layer.over_cap)
-    assert Scheme(softcap=2.0) in found.trials
-    assert "> 1  " in found.table()
-
-
 def test_the_json_file_holds_all_fields(tmp_path):
     found = inspect_model(sharp_model("llama"), [tokens(2, 20)])
     found.save(tmp_path / "inspect.json")
@@ -201,21 +182,6 @@ def test_the_table_warns_of_text_that_is_shorter_than_the_context():
         inspect_model(model, [tokens(2, 20)], length=1)
     with pytest.raises(ValueError, match="length=65: expected 2 to 64, the model's learned positions"):
         inspect_model(tiny_model("gpt2", max_position_embeddings=64), [tokens(2, 20)], length=65)
-
-
-def test_a_model_without_a_head_has_layers_and_no_predictions():
-    found = inspect_model(sharp_model("llama").base_model, [tokens(2, 20)])
-    assert (found.base, found.trials, found.knees) == (None, {}, None)
-    assert "perplexity" not in found.table()
-    assert len(found.layers) == 2
-
-
-def test_trials_are_not_logged(caplog):
-    model = tiny_model("llama")
-    model.name_or_path = "somewhere"
-    with caplog.at_level(logging.INFO, "hf_qknorm"):
-        inspect_model(model, [tokens(2, 20)])
-    assert not caplog.records
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, math.inf, math.nan])

@@ -89,15 +89,6 @@ def test_both_outputs_are_seen_in_every_model_type(swept_type):
         assert float(layer.rms_mlp) > 0 or swept_type == "nemotron_h"
 
 
-def test_dropout_after_the_projection_does_not_count():
-    model, batch = sharp_model("gpt2", resid_pdrop=0.9), make_batch("plain")
-    model.transformer.h[0].attn.resid_dropout.train()
-    with logit_statistics(model) as statistics:
-        model(**batch)
-    (first, _), *_ = by_hooks(model, "gpt2", batch)
-    assert float(next(iter(statistics.values())).rms_out) == pytest.approx(first, rel=1e-5)
-
-
 @torch.no_grad()
 def test_a_layer_without_an_mlp_has_no_number():
     model = tiny_model("nemotron_h")

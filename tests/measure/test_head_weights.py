@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_qknorm import FAMILIES, patch_model
-from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, parameter_factors
+from hf_qknorm import FAMILIES
+from hf_qknorm.measure.head_weights import attention_head_weights
 from qknorm_tests.tables import causal_families, sharp_model
 from qknorm_tests.tiny import tiny_model
 
@@ -67,26 +67,6 @@ def test_parts_are_the_rows_of_the_heads(model_type, settings):
                 inputs = 0 if isinstance(part.projection, Conv1D) else 1
                 moves = (grad.abs().sum(inputs) > 0).nonzero().flatten()
                 assert torch.equal(moves, outputs), f"{name} {side} head {head}"
-
-
-def test_norms_and_factors_by_hand():
-    projection = nn.Linear(3, 6).bfloat16()
-    part = HeadWeights(projection, heads=2, width=2, stride=3, begin=1)
-    rows = projection.weight.detach().float()
-    expected = torch.stack([rows[1:3].norm(), rows[4:6].norm()])
-    torch.testing.assert_close(part.norms(projection.weight), expected)
-    (weight, rows), (bias, outputs) = parameter_factors({"q": part}, {"q": torch.tensor([2.0, 3.0])})
-    assert weight is projection.weight
-    assert bias is projection.bias
-    assert rows.tolist() == [[1], [2], [2], [1], [3], [3]]
-    assert outputs.tolist() == [1, 2, 2, 1, 3, 3]
-
-
-def test_patching_does_not_change_the_parts():
-    model = sharp_model("llama")
-    before = attention_head_weights(model)
-    assert attention_head_weights(patch_model(model, "qk_norm")) == before
-    assert list(attention_head_weights(model.model)) == [name.removeprefix("model.") for name in before]
 
 
 def test_unknown_projections_are_refused():

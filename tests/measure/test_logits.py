@@ -46,23 +46,6 @@ def test_blocks_and_kernels_agree_with_the_oracle(name):
     assert_near(even, keys.clamp_min(1).double().log().sum() / (keys > 0).sum(), 1e-5)
 
 
-def test_heads_that_are_not_finite_have_no_largest_logit():
-    q, seen, exact = call("causal")
-    q, k = q.clone(), seen.key.clone()
-    q[1, 0, 5, 3], k[0, 1, 2, 2] = float("nan"), float("inf")
-    found, _ = measure(q, seen._replace(key=k), 0.25, None, cap=50.0)
-    assert found.max_logit.isnan().tolist() == [True, False, True, True]
-    assert_near(found.max_logit[1], exact.max_logit[1], 1e-5)
-
-
-def test_kernels_do_not_measure_large_logits():
-    q, seen, exact = call("causal")
-    largest = float(exact.max_logit.max())
-    assert measure_by_kernels(q, seen, 0.25, None, cap=2.1 * largest) is not None
-    assert measure_by_kernels(q, seen, 0.25, None, cap=1.9 * largest) is None
-    assert measure_by_kernels(q, seen._replace(mask=torch.ones(1, 1, 17, 17).bool()), 0.25, None, 50.0) is None
-
-
 @pytest.mark.parametrize("pad", ["left", "right"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_padding_masks_of_flash_attention(pad, window):
@@ -83,3 +66,20 @@ def test_block_masks_are_refused():
     q, k, _ = make_qkv(1, 4, 2, 12, 12, 16)
     with pytest.raises(ValueError, match='the mask of .* is a object.*set_attn_implementation\\("hf_qknorm"\\)'):
         visible_keys(layer, q, k, object(), {"sliding_window": None}, None)
+
+
+def test_heads_that_are_not_finite_have_no_largest_logit():
+    q, seen, exact = call("causal")
+    q, k = q.clone(), seen.key.clone()
+    q[1, 0, 5, 3], k[0, 1, 2, 2] = float("nan"), float("inf")
+    found, _ = measure(q, seen._replace(key=k), 0.25, None, cap=50.0)
+    assert found.max_logit.isnan().tolist() == [True, False, True, True]
+    assert_near(found.max_logit[1], exact.max_logit[1], 1e-5)
+
+
+def test_kernels_do_not_measure_large_logits():
+    q, seen, exact = call("causal")
+    largest = float(exact.max_logit.max())
+    assert measure_by_kernels(q, seen, 0.25, None, cap=2.1 * largest) is not None
+    assert measure_by_kernels(q, seen, 0.25, None, cap=1.9 * largest) is None
+    assert measure_by_kernels(q, seen._replace(mask=torch.ones(1, 1, 17, 17).bool()), 0.25, None, 50.0) is None

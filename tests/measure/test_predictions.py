@@ -45,28 +45,6 @@ def test_predictions_equal_the_formulas(kind):
             assert got.loss == pytest.approx(float(model(**batch, labels=batch["input_ids"]).loss), rel=1e-5)
 
 
-def test_every_token_has_the_same_weight_in_batches_of_any_size():
-    model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
-    ids = batch_of("plain")["input_ids"].repeat(2, 1)
-    ids[2:] = ids[2:].flip(-1)
-    (_, whole), (_, parts) = (
-        predictions(model, [{"input_ids": part} for part in split]) for split in ([ids], [ids[:1], ids[1:]])
-    )
-    assert (whole.loss, whole.kl, whole.agreement) == pytest.approx((parts.loss, parts.kl, parts.agreement), rel=1e-5)
-
-
-def test_padding_changes_no_prediction():
-    model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
-    ids = batch_of("plain")["input_ids"]
-    found = []
-    for left, right in ((0, 0), (5, 0), (0, 5)):
-        padded, mask = (torch.nn.functional.pad(x, (left, right)) for x in (ids, torch.ones_like(ids)))
-        _, own = predictions(model, [{"input_ids": padded, "attention_mask": mask}])
-        found.append((own.loss, own.kl, own.agreement))
-    assert found[1] == pytest.approx(found[0], rel=1e-4)
-    assert found[2] == pytest.approx(found[0], rel=1e-4)
-
-
 def test_predictions_without_a_change_a_head_or_a_target():
     assert predictions(patch_model(sharp_model("gpt2"), "none"), [batch_of("plain")])[1].kl == 0
     assert predictions(patch_model(sharp_model("gpt2").base_model, "qk_norm"), [batch_of("plain")]) == (None, None)

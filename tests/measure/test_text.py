@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.measure.text import as_batches, divided, load_text, regrouped, sample_batches, tokenize
-
-
-def test_the_default_text_is_the_standard_library():
-    text = load_text(limit=50_000)
-    assert len(text) == 50_000
-    assert "import" in text
+from hf_qknorm.measure.text import as_batches, divided, load_text, tokenize
 
 
 def test_text_from_a_file_and_from_a_folder(tmp_path):
@@ -54,18 +48,6 @@ def test_byte_tokenizer_round_trip(tmp_path):
     assert tokenizer.decode(ids) == text
     tokenizer.save_pretrained(tmp_path)
     assert type(tokenizer).from_pretrained(tmp_path).decode(ids) == text
-
-
-def test_sample_batches_are_reproducible_and_taken_from_the_text():
-    ids = torch.arange(1000)
-    first, again = sample_batches(ids, 3, 4, 16, seed=5), sample_batches(ids, 3, 4, 16, seed=5)
-    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-    assert not torch.equal(first[0], sample_batches(ids, 3, 4, 16, seed=6)[0])
-    for batch in first:
-        assert batch.shape == (4, 16)
-        assert torch.equal(batch - batch[:, :1], torch.arange(16).expand(4, -1))
-    with pytest.raises(ValueError, match="need more than 17 tokens for sequences of 16, got 17"):
-        sample_batches(torch.arange(17), 1, 1, 16, seed=0)
 
 
 A, B = tokenize(byte_tokenizer(), "ab").tolist()
@@ -111,15 +93,6 @@ def test_batches_are_kept():
     assert batches_of([{"input_ids": [[1, 2], [3, 4]]}])[0]["input_ids"].tolist() == [[1, 2], [3, 4]]
 
 
-def test_a_stream_is_read_no_further_than_needed():
-    def texts():
-        yield "a" * 200
-        raise AssertionError("read too far")
-
-    assert len(batches_of(texts())) == 3
-    assert len(batches_of((torch.ones(2, 25) for _ in texts()), max_tokens=50)) == 1
-
-
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -132,6 +105,15 @@ def test_a_stream_is_read_no_further_than_needed():
 def test_unusable_data_is_refused(data, message):
     with pytest.raises(ValueError, match=message):
         batches_of(data)
+
+
+def test_a_stream_is_read_no_further_than_needed():
+    def texts():
+        yield "a" * 200
+        raise AssertionError("read too far")
+
+    assert len(batches_of(texts())) == 3
+    assert len(batches_of((torch.ones(2, 25) for _ in texts()), max_tokens=50)) == 1
 
 
 def test_a_tokenizer_that_fails_is_named():
@@ -151,17 +133,6 @@ def test_a_tokenizer_that_returns_no_tokens_is_named():
 
     with pytest.raises(ValueError, match="function: the tokenizer gives no tokens for 4 characters"):
         tokenize(nothing, "text")
-
-
-def test_regrouping_keeps_the_order_and_separates_batches_of_different_form():
-    short, masked = torch.arange(6).view(3, 2), {"input_ids": torch.ones(2, 3), "attention_mask": torch.ones(2, 3)}
-    batches = [{"input_ids": short[:1]}, {"input_ids": short[1:]}, masked, {"input_ids": torch.zeros(4, 3)}]
-    found = regrouped(batches, 2)
-    assert [(*sorted(batch), *batch["input_ids"].shape) for batch in found] == [
-        ("input_ids", 2, 2), ("input_ids", 1, 2), ("attention_mask", "input_ids", 2, 3), ("input_ids", 2, 3),
-        ("input_ids", 2, 3),
-    ]  # fmt: skip
-    assert torch.equal(torch.cat([batch["input_ids"] for batch in found[:2]]), short)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,31 +87,6 @@ def test_a_layer_computes_the_scheme(model_type, name):
             seen = (distance >= 0) & (distance < (layer.window or length)) & real(batch)[:, None, None]
             expected = written_out(layer, scheme.resolve(), arguments, seen)
             assert_near(output[real(batch)], expected[real(batch)], 1e-5, backend)
-
-
-@pytest.mark.parametrize("field", ["scale", "softcap", "eps", "p", "knee"])
-@torch.no_grad()
-def test_every_number_of_a_scheme_matters(field):
-    scheme = Scheme(q="lp", k="lp", p=3.0, scale=4.0, softcap=1.0, eps=0.5, knee=0.5)
-    logits = [
-        patch_model(sharp_model("llama"), replace(scheme, **{field: getattr(scheme, field) * factor}))(
-            **make_batch("plain")
-        ).logits
-        for factor in (1.0, 2.0)
-    ]
-    assert not torch.allclose(*logits, atol=1e-3)
-
-
-@torch.no_grad()
-def test_norms_come_before_the_rotation():
-    """A gain that differs within a rotated pair does not commute with RoPE. As in Qwen 3, the norm comes first."""
-    model = randomise(patch_model(sharp_model("llama"), "qk_norm"))
-    layer = next(iter(patched_layers(model).values()))
-    order: list[str] = []
-    layer.q_norm.register_forward_hook(lambda *_: order.append("norm"))
-    layer.observers = (lambda module, q, *_: order.append(f"attend {tuple(q.shape)}"),)
-    model(**make_batch("plain"))
-    assert order == ["norm", "attend (2, 4, 20, 16)"]
 
 
 @torch.no_grad()

@@ -139,27 +139,6 @@ def test_a_compiled_step_after_a_right_padded_prompt():
     assert_near(actual, expected, TOLERANCE)
 
 
-@torch.no_grad()
-def test_padding_in_an_exported_model():
-    model = randomise(patch_model(sharp_model("mistral"), Scheme(softcap=2.0)))
-    program = torch.export.export(model, (), {**padded("left"), "use_cache": False}, strict=False).module()
-    for kind in ("left", "right", "gap"):
-        batch = padded(kind)
-        actual, expected = (f(**batch, use_cache=False).logits[real(batch)] for f in (program, model))
-        assert_near(actual, expected, TOLERANCE, kind)
-
-
-@torch.no_grad()
-def test_weights_of_a_compiled_model_stand_where_their_keys_do():
-    model = randomise(patch_model(sharp_model("llama"), Scheme(softcap=2.0), attn_implementation="hf_qknorm_eager"))
-    batch = padded("gap")
-    expected = model(**batch, output_attentions=True).attentions
-    model.compile(backend="aot_eager")
-    for weights, others in zip(model(**batch, output_attentions=True).attentions, expected, strict=True):
-        rows = (x.transpose(1, 2)[real(batch)] for x in (weights, others))
-        assert_near(*rows, TOLERANCE)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
 @pytest.mark.skipif(

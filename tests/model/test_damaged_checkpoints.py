@@ -22,7 +22,6 @@ from transformers import (
 
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.model.derived import derived_model
-from hf_qknorm.training.blend import set_blend
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import MODEL_TYPES, applies, randomise, sharp_model
 
@@ -100,17 +99,6 @@ def test_an_integer_gain(checkpoint, auto, dtype):
     assert f"{name!r} has dtype" in message
 
 
-@pytest.mark.parametrize("part", ["k_norm.bias", "v_norm.blend"])
-def test_a_bias_or_blend_that_is_none(part, tmp_path):
-    model = randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", v="rms", bias=True)))
-    set_blend(model, 0.5)
-    model.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    name = f"model.layers.0.self_attn.{part}"
-    save_file(weights | {name: weights[name].to(torch.int8)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert f"{name!r} has dtype I8" in refusal(tmp_path)
-
-
 def test_an_integer_gain_in_memory_or_pickled(checkpoint):
     name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(torch.int8)}))
     weights = load_file(checkpoint / "model.safetensors")
@@ -120,15 +108,6 @@ def test_an_integer_gain_in_memory_or_pickled(checkpoint):
     assert f"pytorch_model.bin: {name!r} has dtype torch.int8" in refusal(checkpoint)
     with pytest.raises(ValueError, match="state_dict: .* has dtype torch.int8"):
         derived_model(LlamaForCausalLM).from_pretrained(None, config=config, state_dict=weights)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_a_gain_of_another_floating_dtype_is_cast(checkpoint, dtype):
-    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(dtype)}))
-    expected = load_file(checkpoint / "model.safetensors")[name].float()
-    assert torch.equal(
-        AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()[name], expected
-    )
 
 
 @each_way
@@ -158,35 +137,11 @@ def test_a_scheme_that_needs_more_or_other_parameters(checkpoint):
 
 
 @each_type
-def test_a_config_without_the_scheme(checkpoint, ignore):
-    edit_config(checkpoint, lambda config: config.pop("qk_norm"))
-    message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
-    assert 'needs "qk_norm"' in message
-    assert "qknorm_" in message
-
-
-@each_type
 def test_a_scheme_from_a_later_version(checkpoint, ignore):
     edit_config(checkpoint, lambda config: config["qk_norm"].update(soft_caps=1))
     message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
     assert "unknown scheme field 'soft_caps', did you mean 'softcap'" in message
     assert "newer hf_qknorm" in message
-
-
-@each_type
-def test_a_cap_for_servers_that_contradicts_the_scheme(checkpoint, ignore):
-    edit_config(checkpoint, lambda config: config.update(attn_logit_softcapping=20.0))
-    message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
-    assert "attn_logit_softcapping=20.0 contradicts" in message
-    assert "30.0" in message
-
-
-@pytest.mark.parametrize("value", ["qk_nrom", 3, {"q": "rmsnorm"}, {"softcap": -1.0}], ids=str)
-def test_an_impossible_scheme_is_refused(checkpoint, value):
-    edit_config(checkpoint, lambda config: config.update(qk_norm=value))
-    assert "scheme" in refusal(checkpoint).lower()
-    with pytest.raises(ValueError, match="(?i)scheme"):
-        AutoConfig.from_pretrained(checkpoint)
 
 
 @pytest.mark.costly

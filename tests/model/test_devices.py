@@ -95,16 +95,6 @@ def test_calibrating_a_model_with_a_layer_on_the_disk(checkpoint, tmp_path):
         torch.testing.assert_close(layer.k_norm.weight, patched_layers(whole)[name].k_norm.weight, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("places", ["auto", "cpu", {"": "cpu"}], ids=str)
-@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
-@torch.no_grad()
-def test_patching_a_model_with_a_device_map(checkpoint, places):
-    batch = make_batch("left")
-    expected = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint), "soft_cap")(**batch).logits
-    model = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint, device_map=places), "soft_cap")
-    assert torch.equal(model(**batch).logits, expected)
-
-
 def sharded(model: PreTrainedModel) -> nn.Module:
     for module in model.modules():
         if type(module).__name__ in model._no_split_modules:
@@ -127,16 +117,6 @@ def test_a_patched_model_is_wrapped_for_several_devices(model_type, wrap):
     for (name, parameter), other in zip(expected.named_parameters(), model.parameters(), strict=True):
         grad = other.grad.full_tensor() if hasattr(other.grad, "full_tensor") else other.grad
         assert torch.equal(grad, parameter.grad), name
-
-
-@torch.no_grad()
-def test_offloading_a_patched_model():
-    batch = make_batch("left")
-    model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
-    expected = model(**batch).logits
-    accelerate.cpu_offload(model, execution_device="cpu")
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert torch.equal(model(**batch).logits, expected)
 
 
 def by_leaf(model: PreTrainedModel, folder: Path) -> nn.Module:

@@ -17,7 +17,6 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.operators import FUSED_ATTENTION
-from hf_qknorm.training.blend import set_blend
 from qknorm_tests.error_budget import error
 from qknorm_tests.kernel_models import DEVICE, OTHERS, assert_same, batch, counted, outputs, patched
 from qknorm_tests.random_qkv import make_qkv
@@ -86,12 +85,6 @@ def test_a_norm_sees_no_padding_where_values_are_wider(gain: str, monkeypatch: p
         found.append(layer(torch.zeros(1, 9, 1), position_embeddings=(cos, sin), **{CACHE: DynamicCache()})[0])
     for got in found[:2]:
         torch.testing.assert_close(got, found[2])
-
-
-def test_blended_norms_are_applied_in_the_kernel() -> None:
-    model = patched("llama", "qk_norm_cap")
-    set_blend(model, 0.4)
-    assert_same(outputs(model, "hf_qknorm_triton", "right"), outputs(model, "hf_qknorm_eager", "right"))
 
 
 def test_a_norm_with_a_hook_runs_as_a_module() -> None:

@@ -30,14 +30,6 @@ def test_a_run_goes_on_with_the_knee_of_its_checkpoint(case: str) -> None:
     assert powers_of(resumed) == powers_of(run)
 
 
-def test_norms_without_gains_take_eps_too() -> None:
-    scheme = Scheme(q="rms", k="rms", gain="none", knee=4.0)
-    one, other = (patch_model(plain().base_class(plain().config.base()), scheme).eval() for _ in range(2))
-    apply_knee(one, 4.0, {key: 3 * power for key, power in powers_of(one).items()})
-    other.load_state_dict(one.state_dict())
-    assert torch.equal(logits(other), logits(one))
-
-
 def test_a_schedule_is_restored_in_shards(process_group: Any) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     run, resumed = (fully_shard(kneed(), mesh=mesh) for _ in range(2))

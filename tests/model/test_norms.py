@@ -35,29 +35,6 @@ def test_parameters_have_the_schemes_shapes_and_fresh_values(gain: str, bias: bo
     assert module.bias is None or (module.bias == 0).all()
 
 
-@pytest.mark.parametrize("gain", GAINS)
-def test_names_end_in_weight_and_bias(gain: str) -> None:
-    """Trainer's weight-decay filter checks the end of the name."""
-    parent = torch.nn.Module()
-    parent.q_norm = HeadNorm("layer", scheme_of("layer", gain), HEADS, DIM)
-    expected = {"shared": ["q_norm.weight", "q_norm.bias"], "per_head": ["q_norm.weight", "q_norm.bias"]}
-    assert list(parent.state_dict()) == (["q_norm.weight"] if gain == "scalar" else expected.get(gain, []))
-
-
-def test_a_norm_without_a_gain_has_none() -> None:
-    module = HeadNorm("l2", SCHEMES["henry"], HEADS, DIM, gain=False)
-    assert list(module.parameters()) == []
-
-
-def test_reset_restores_the_fresh_values() -> None:
-    module = HeadNorm("layer", Scheme(q="layer"), HEADS, DIM, initial_gain=2.0)
-    torch.nn.init.normal_(module.weight)
-    torch.nn.init.normal_(module.bias)
-    module.reset_parameters()
-    assert (module.weight == 2.0).all()
-    assert (module.bias == 0).all()
-
-
 @pytest.mark.parametrize(("gain", "norm"), covering(GAINS, NORMS, strength=1))
 def test_it_computes_the_reference_norm(gain: str, norm: str) -> None:
     scheme = Scheme(q=norm, gain=gain, p=3 if norm == "lp" else 2, eps=1e-3)
@@ -69,61 +46,11 @@ def test_it_computes_the_reference_norm(gain: str, norm: str) -> None:
     assert torch.equal(module(x), expected)
 
 
-def test_bypass_returns_the_input() -> None:
-    module = HeadNorm("rms", Scheme(q="rms"), HEADS, DIM)
-    x = torch.randn(2, 5, HEADS, DIM)
-    module.bypass = True
-    assert module(x) is x
-    module.bypass = False
-    assert not torch.equal(module(x), x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_parameters_have_the_requested_device_and_dtype(dtype: torch.dtype) -> None:
-    meta = HeadNorm("layer", Scheme(q="layer"), HEADS, DIM, device=torch.device("meta"), dtype=dtype)
-    assert {(p.device.type, p.dtype) for p in meta.parameters()} == {("meta", dtype)}
-    real = HeadNorm("layer", Scheme(q="layer"), HEADS, DIM, dtype=dtype)
-    assert {p.dtype for p in real.parameters()} == {dtype}
-    x = torch.randn(2, 5, HEADS, DIM)
-    assert real(x).dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("norm", "scheme", "text"),
-    [
-        ("rms", Scheme(q="rms"), "rms, gain=[16], bias=False, eps=1e-06"),
-        ("layer", Scheme(q="layer", gain="per_head"), "layer, gain=[3, 16], bias=True, eps=1e-06"),
-        ("l2", Scheme(q="l2", gain="none", eps=1e-3), "l2, gain=none, bias=False, eps=0.001"),
-        ("lp", SCHEMES["lp"], "lp, p=3, gain=[1], bias=False, eps=1e-06"),
-        ("rms", Scheme(q="rms", eps=0.5, knee=4), "rms, gain=[16], bias=False, eps=4.5, knee=4"),
-        ("lp", Scheme(q="lp", p=4, knee=9), "lp, p=4, gain=[16], bias=False, eps=3, knee=9"),
-    ],
-    ids=["rms", "layer", "l2", "lp", "rms-knee", "lp-knee"],
-)
-def test_printing_a_model_shows_norm_gain_and_bias(norm: str, scheme: Scheme, text: str) -> None:
-    assert repr(HeadNorm(norm, scheme, HEADS, DIM)) == f"HeadNorm({text})"
-
-
 @pytest.mark.parametrize(
     ("length", "g"), [(128, 13.99), (512, 18.0), (1024, 20.0), (2048, 22.0), (4096, 24.0), (8192, 26.0)]
 )
 def test_the_initial_scalar_is_henrys(length: int, g: float) -> None:
     assert initial_scalar_gain(SCHEMES["henry"], "l2", length, 64, scale=1.0) == pytest.approx(g, abs=0.005)
-
-
-def test_the_initial_scalar_is_divided_by_the_scale() -> None:
-    one, half = (initial_scalar_gain(SCHEMES["henry"], "l2", 1024, 64, scale) for scale in (1.0, 0.5))
-    assert half == pytest.approx(2 * one)
-
-
-@pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_the_initial_scalar_of_other_norms_is_one(norm: str) -> None:
-    assert initial_scalar_gain(Scheme(q=norm, gain="scalar"), norm, 1024, 64, scale=0.125) == 1.0
-
-
-@pytest.mark.parametrize("length", [0, 1, 2])
-def test_the_shortest_model_has_a_positive_scalar(length: int) -> None:
-    assert initial_scalar_gain(SCHEMES["henry"], "l2", length, 64, scale=1.0) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 4.0])

@@ -17,7 +17,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.knees import apply_knee, powers_of
-from hf_qknorm.scheme import STORED
 from qknorm_tests.kneed import as_older, eps_of
 from qknorm_tests.tables import make_batch, randomise, sharp_model
 
@@ -83,10 +82,6 @@ def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> Non
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def edit_scheme(folder: Path, **fields: Any) -> None:
-    edit_config(folder, lambda config: config["qk_norm"].update(fields))
-
-
 def check_round_trip(folder: Path, options: dict[str, Any], again: Path) -> None:
     model = made()
     loaded = AutoModelForCausalLM.from_pretrained(folder, **options)
@@ -105,11 +100,6 @@ def test_round_trip(how, tmp_path):
     if "disk" in str(options):
         options["offload_folder"] = tmp_path / "offload"
     check_round_trip(tmp_path / "saved", options, tmp_path / "again")
-
-
-@pytest.mark.parametrize("how", IN_MEMORY)
-def test_round_trip_of_an_older_checkpoint(how, older, tmp_path):
-    check_round_trip(older, IN_MEMORY[how], tmp_path / "again")
 
 
 def test_the_config_has_the_powers_of_each_norm(checkpoint):
@@ -267,32 +257,6 @@ def test_a_state_dict_with_knees_does_not_fit_norms_without(strict):
         RuntimeError, match="eps is in the weights, and the norm has no knee. Load the checkpoint by from_pre"
     ):
         plain.load_state_dict(made().state_dict(), strict=strict)
-
-
-@pytest.mark.parametrize("ignore", [False, True])
-def test_a_scheme_and_weights_of_which_one_has_no_knee(ignore, older, tmp_path):
-    edit_scheme(older, knee=0.0)
-    with pytest.raises(ValueError, match=r"6 norm parameters are in the weights but not in the scheme, .*k_norm\.eps"):
-        AutoModelForCausalLM.from_pretrained(older, ignore_mismatched_sizes=ignore)
-    made(Scheme(q="rms", k="rms")).save_pretrained(tmp_path / "plain")
-    edit_scheme(tmp_path / "plain", knee=4.0)
-    with pytest.raises(ValueError, match=r"config.json has a knee of 4 and no qk_norm_powers, .* nor do the weights"):
-        AutoModelForCausalLM.from_pretrained(tmp_path / "plain", ignore_mismatched_sizes=ignore)
-
-
-@pytest.mark.parametrize("knee", [-1.0, float("nan"), float("inf"), "4", True, None, 10**400], ids=str)
-def test_an_impossible_knee_is_refused(knee, checkpoint):
-    edit_scheme(checkpoint, knee=knee)
-    with pytest.raises(ValueError, match=r"Scheme\(knee=.* is not possible: expected a finite number ≥ 0"):
-        AutoModelForCausalLM.from_pretrained(checkpoint)
-
-
-def test_without_a_knee_config_and_weights_have_no_knee(tmp_path):
-    made(Scheme(q="rms", k="rms")).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["qk_norm"].keys() == {*STORED}
-    assert config["qk_norm_powers"] is None
-    assert not [name for name in load_file(tmp_path / "model.safetensors") if name.endswith("eps")]
 
 
 def test_a_rank_that_reads_no_weights_has_the_powers(checkpoint, monkeypatch, process_group):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -141,15 +139,6 @@ def test_the_text_tower_is_calibrated_by_itself():
     assert_identical(model.model.language_model.state_dict(), alone.state_dict())
 
 
-@pytest.mark.slow
-def test_without_the_package_the_checkpoint_is_refused(tmp_path):
-    patch_model(made("llava"), "qk_norm_cap").save_pretrained(tmp_path)
-    script = "import sys, transformers; transformers.AutoModelForImageTextToText.from_pretrained(sys.argv[1])"
-    result = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True)
-    assert result.returncode != 0
-    assert "qknorm_llama" in result.stderr
-
-
 def test_backends_agree(case):
     model, batch = patch_model(made(case), "soft_cap"), batch_for(case)
     expected = logits(model, batch)
@@ -191,12 +180,6 @@ def test_unknown_towers_are_refused():
     assert "model.vision_tower, model.language_model" in refuse(made("llava"), tower="audio_tower")
     assert "it has no towers" in refuse(sharp_model("llama"), tower="vision_tower")
     assert "'idefics3_vision' is not supported" in refuse(made("idefics3"), tower="vision_model")
-
-
-def test_a_patched_tower():
-    model = patch_model(made("llava"), "qk_norm")
-    with pytest.raises(ValueError, match="patched already"):
-        patch_model(model, "soft_cap")
 
 
 def test_a_model_that_builds_its_tower_from_a_fixed_class():

@@ -82,13 +82,3 @@ def test_positions_that_fit_are_taken(length, cache, patched):
     expected = run(model("eager"), length, cache, **FITTING["every row"](length))
     for make in FITTING.values():
         torch.testing.assert_close(run(patched, length, cache, **make(length)), expected, atol=2e-5, rtol=1e-4)
-
-
-@torch.no_grad()
-def test_a_step_takes_positions_of_one_axis_as_transformers_does():
-    """Their angles have no axis of the batch, so that PyTorch rotates the heads."""
-    patched, ids = model("hf_qknorm"), torch.arange(3, 3 + BATCH)[:, None]
-    by_row, by_one = (
-        patched(ids, position_ids=torch.zeros(shape, dtype=torch.long), use_cache=True).logits for shape in ((1, 1), 1)
-    )
-    torch.testing.assert_close(by_one, by_row, atol=1e-5, rtol=1e-5)

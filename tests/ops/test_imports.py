@@ -14,7 +14,6 @@ FOLDER = Path(hf_qknorm.ops.__file__).parent
 FILES = sorted(FOLDER.rglob("*.py"))
 PLAIN = ("reference.py", "apply_norm.py", "__init__.py")  # the oracle, and a norm that is its own with gradients
 KERNELS = [path for path in FILES if path.name not in PLAIN and path.parent.name != "trust"]
-TABLES = "hf_qknorm.ops.triton.architectures."  # which loads no Triton
 BELOW = ("hf_qknorm.ops", "hf_qknorm.files", "hf_qknorm.version")
 
 ALONE = """
@@ -54,12 +53,6 @@ def test_ops_import_nothing_above_them(path: Path) -> None:
 @pytest.mark.parametrize("path", KERNELS, ids=relative)
 def test_kernels_never_import_their_oracle(path: Path) -> None:
     assert not [name for name in imported(ast.walk(ast.parse(path.read_text()))) if "reference" in name]
-
-
-@pytest.mark.parametrize("path", [path for path in FILES if path.parent == FOLDER], ids=relative)
-def test_triton_is_loaded_when_first_used(path: Path) -> None:
-    names = imported(iter(ast.parse(path.read_text()).body))
-    assert not [name for name in names if "triton" in name and not name.startswith(TABLES)]
 
 
 @pytest.mark.costly

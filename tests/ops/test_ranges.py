@@ -7,9 +7,7 @@ import torch
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.ops.types import Heads, Options
-from qknorm_tests.attention_tables import RANGE_CASES, RANGES
-from qknorm_tests.covering import covering
-from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.attention_tables import RANGE_CASES
 from qknorm_tests.tables import dense
 from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results, tiled_results
 
@@ -39,19 +37,6 @@ def test_tiled_is_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> Non
             torch.testing.assert_close(
                 result, expected[name], rtol=1e-10, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
             )
-
-
-@pytest.mark.parametrize(
-    ("kind", "softcap", "dtype"),
-    covering([x for x in RANGES if x != "nothing"], [None, 50.0], [torch.float32, torch.bfloat16, torch.float16]),
-    ids=str,
-)
-def test_output_and_gradients_are_within_the_budget(kind: str, softcap: float | None, dtype: torch.dtype) -> None:
-    case = Case(queries=111, head_dim=64, ranges=kind, softcap=softcap)
-    inputs = draw_inputs(case, dtype)
-    exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
-    for name, result in tiled_results(case, inputs).items():
-        assert_within_budget(result, exact[name], eager[name], name)
 
 
 @pytest.mark.parametrize("case", [case for case in RANGE_CASES if not case.dropout], ids=str)

@@ -60,14 +60,6 @@ def test_uncapped_it_is_sdpa(case: str, scale: float | None, heads_kv: int) -> N
         torch.testing.assert_close(mine, other, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize(("queries", "keys"), [(1, 9), (5, 9)])
-def test_queries_stand_at_the_end_of_the_keys(queries: int, keys: int) -> None:
-    q, k, v = make_qkv(2, 4, 2, queries, keys, 12, dtype=F64)
-    mask = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-    expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-    torch.testing.assert_close(attention(q, k, v, causal=True).out, expected, rtol=1e-12, atol=1e-13)
-
-
 @pytest.mark.parametrize(
     ("dtype", "softcap", "heads_kv"), covering([F64, torch.float32], [5.0, 50.0], [1, 2, 4], strength=1), ids=str
 )
@@ -103,21 +95,6 @@ def test_windows_are_those_of_transformers(causal: bool, size: tuple[int, int], 
     expected = function(window)(torch.tensor(0), torch.tensor(0), positions[:, None], torch.arange(keys)[None])
     counted = positions >= (-queries if causal else 0)  # their bidirectional mask has no query before the first key
     assert torch.equal(visible(queries, keys, causal, window)[counted], expected[counted])
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_a_window_limits_what_attention_sees(causal: bool) -> None:
-    q, k, v = make_qkv(1, 2, 1, 7, 7, 8, dtype=F64)
-    weights = attention(q, k, v, causal=causal, window=2).weights
-    assert torch.equal(weights > 0, visible(7, 7, causal, 2).expand(weights.shape))
-
-
-def test_a_dropout_mask_multiplies_the_weights() -> None:
-    q, k, v = make_qkv(2, 4, 4, 5, 6, 8, dtype=F64)
-    kept = randomly(2, 4, 5, 6) / 0.7
-    plain, dropped = attention(q, k, v), attention(q, k, v, dropout_mask=kept)
-    assert torch.equal(dropped.weights, plain.weights)
-    torch.testing.assert_close(dropped.out, (plain.weights * kept) @ v, rtol=1e-12, atol=1e-13)
 
 
 def empty_rows(kind: str) -> tuple[int, dict[str, object], Tensor]:
@@ -169,22 +146,6 @@ def test_statistics_are_those_of_brute_force(kind: str, with_sinks: bool) -> Non
                 entropies.append(-sum(w / sum(powers) * math.log(w / sum(powers)) for w in powers))
         assert float(got.max_logit[head]) == pytest.approx(largest, rel=1e-12)
         assert float(got.entropy[head]) == pytest.approx(sum(entropies) / len(entropies), rel=1e-12)
-
-
-def test_the_cap_bounds_logits_whatever_their_size() -> None:
-    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 6, 6, 8, dtype=F64, spread=100.0))
-    got = attention(q, k, v, softcap=2.0)
-    assert float(got.max_logit.min()) > 1e3
-    ratios = got.weights.amax(-1) / got.weights.amin(-1)
-    assert float(ratios.max()) == pytest.approx(math.exp(4.0), rel=1e-12)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_softmax_runs_in_fp32(dtype: torch.dtype) -> None:
-    q, k, v = make_qkv(1, 2, 1, 6, 300, 8, dtype=dtype, spread=0.1)
-    got = attention(q, k, v)
-    assert (got.out.dtype, got.weights.dtype) == (dtype, torch.float32)
-    torch.testing.assert_close(got.weights.sum(-1), torch.ones(1, 2, 6), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -96,23 +96,6 @@ def test_a_decode_step_is_the_full_passes_last_row(case: Case) -> None:
     torch.testing.assert_close(last_lse, lse[:, :, -1:], rtol=1e-12, atol=1e-13)
 
 
-@pytest.mark.parametrize(
-    "case", [Case(queries=n, keys=s, causal=True) for n, s in ((70, 70), (1, 9), (90, 40))], ids=str
-)
-@pytest.mark.parametrize("cap", [None, 5.0, 70.0])
-def test_the_second_result_is_the_log_sum_exp(case: Case, cap: float | None) -> None:
-    inputs, options = draw_inputs(case, F64), Options(0.25, cap, case.causal)
-    q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
-    logits = 0.25 * q @ k.repeat_interleave(2, 1).transpose(-1, -2)
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    logits = logits.masked_fill(~reference.visible(q.shape[2], k.shape[2], causal=True), -torch.inf)
-    expected = torch.logsumexp(logits, -1)
-    _, lse = tiled.forward(Heads(q, k, v), Visible(), options)
-    torch.testing.assert_close(
-        lse.sum(-1), expected.masked_fill(expected == -torch.inf, torch.inf), rtol=1e-12, atol=1e-13
-    )
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("case", [Case(queries=256, causal=True), Case(queries=256, window=40, softcap=5.0)], ids=str)
 def test_the_dropout_mask_has_its_rate_where_keys_are_seen(case: Case, rate: float) -> None:

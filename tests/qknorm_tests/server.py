@@ -24,13 +24,12 @@ from qknorm_tests.hub_calls import ROUTES, Commit, Refused, Repo
 
 @dataclass
 class Fault:
-    """A fault of the next `times` matching requests: an error, a cut after some bytes, or a wait in seconds."""
+    """A fault of the next `times` matching requests: an error, or a cut after some bytes."""
 
     request: str  # a regular expression on "METHOD path"
     times: int = 1
     status: int | None = None
     cut: int | None = None
-    wait: float = 0.0
     lose_answer: bool = False  # the request is served, and the connection is cut before the answer
 
 
@@ -97,8 +96,6 @@ class _Handler(BaseHTTPRequestHandler):
         fault = self.hub.fault(f"{self.command} {self.path_only}")
         try:
             body = self._body(fault.cut if fault else None)
-            if fault:
-                threading.Event().wait(fault.wait)  # not time.sleep, which tests replace
             answer = self._handled(body, fault.status if fault else None)
             if fault and fault.lose_answer:
                 raise _Cut

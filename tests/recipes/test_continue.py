@@ -6,17 +6,15 @@ import importlib.util
 import json
 import math
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import continued_run
 import pytest
-import torch
 from continued_arms import ARMS, STARTS, Start
-from continued_page import Grid, conclusions, fall, largest_logit, rates_section
-from continued_run import AFTER, DOUBLED, SIZES, Run, Sources, prepare, run_one
+from continued_run import SIZES, Sources, prepare, run_one
 
 SIZE = SIZES["quick"]
 
@@ -48,11 +46,6 @@ def settings(arm: str, **changed: Any) -> dict[str, Any]:
     return given | changed
 
 
-def row(*losses: float, logit: float = 1.0) -> dict[str, Any]:
-    way = [[step, loss, logit * step, 0.5] for step, loss in enumerate(losses)]
-    return {"way": way, "losses": list(losses), "held_out": losses[-1]}
-
-
 def test_the_recipe_writes_every_arm_fault_and_precision(recipe, text, tmp_path, capsys):
     arms = ["unpatched", "qk_norm_cap, knee lowered", "QuacK"]
     command = ["--size", "quick", "--known", text, "--text", text, "--rates", "1e-3", "3e-3", "1e-2", "--seeds", "2"]
@@ -75,13 +68,6 @@ def test_the_recipe_writes_every_arm_fault_and_precision(recipe, text, tmp_path,
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     recipe.main(command)  # all is done: the same page
     assert (tmp_path / "out.md").read_text() == page
-
-
-def test_arms_without_the_model_to_compare_with_are_refused(recipe):
-    with pytest.raises(ValueError, match="expected unpatched"):
-        recipe.main(["--arms", "soft_cap"])
-    with pytest.raises(ValueError, match="expected some of unpatched"):
-        recipe.main(["--arms", "unpatched", "cap"])
 
 
 @pytest.mark.parametrize("arm", ARMS)
@@ -108,81 +94,9 @@ def test_a_run_in_pieces_is_the_same_run(arm, pause, sources, monkeypatch):
     assert not list(sources.folder.glob("*.pt"))
 
 
-def test_the_knee_ends_at_the_plain_scheme(sources):
-    kept, lowered = (run_one(settings(arm), sources) for arm in ("qk_norm_cap, knee", "qk_norm_cap, knee lowered"))
-    assert kept["way"][0] == lowered["way"][0]
-    assert kept["held_out"] != lowered["held_out"]
-
-
 def test_a_fault_changes_the_run_from_its_half_on(sources):
     whole, *faulty = (run_one(settings("unpatched", fault=fault), sources) for fault in ("none", "noise", "rate"))
     for run in faulty:
         seen = {look[0]: look for look in run["way"]}
         assert all(seen[look[0]] == look for look in whole["way"] if look[0] <= SIZE.steps // 2)
         assert run["held_out"] != whole["held_out"]
-
-
-def test_rates_warm_up_fall_and_double_at_the_fault():
-    size = SIZES["cpu"]
-    plain, faulty = (Run(None, None, ARMS["unpatched"], 1.0, size, "fp32", fault, {}) for fault in ("none", "rate"))
-    factors = [plain.factor(step) for step in range(size.steps)]
-    assert factors[0] == pytest.approx(1 / size.warmup)
-    assert max(factors) == pytest.approx(1, abs=0.03)
-    assert factors[-1] == pytest.approx(0.1, abs=0.01)
-    doubled = [step for step in range(size.steps) if faulty.factor(step) == pytest.approx(2 * factors[step])]
-    assert doubled == [size.steps // 2 + i for i in range(DOUBLED)]
-
-
-def test_tables_and_conclusions_bear_runs_that_diverged():
-    base = Grid({1e-3: [row(3.0, 2.0), row(3.0, 2.1)], 1e-2: [row(3.0, math.nan), row(3.0, 2.6)]})
-    lost = Grid({rate: [row(3.0, math.nan), row(3.0, math.nan)] for rate in (1e-3, 1e-2)})
-    arms = {"unpatched": base, "lost": lost}
-    lines = conclusions(arms)
-    assert "- Diverged at every rate, or compared with a model that did: lost." in lines
-    assert all("lost" not in line for line in lines[:3])
-    assert any(line.startswith("| unpatched | 2.050 ± 0.071 | nan |") for line in rates_section(arms))
-
-
-def test_a_fall_counts_from_the_fault_on():
-    run = row(9.0, 2.0, 3.0, 2.5, 2.0)
-    assert fall(run, half=1, after=AFTER) == pytest.approx(1.0)
-    assert fall(run, half=2, after=AFTER) == pytest.approx(-0.5)
-    assert largest_logit(run) == 4.0
-
-
-def test_the_conclusions_name_each_arm_once_a_rule():
-    base = Grid({1e-3: [row(3.0, 2.0), row(3.0, 2.1)], 1e-2: [row(3.0, 2.5), row(3.0, 2.6)]})
-    good = Grid({1e-3: [row(3.0, 2.2), row(3.0, 2.3)], 1e-2: [row(3.0, 1.8), row(3.0, 1.9)]})
-    lines = conclusions({"unpatched": base, "capped": good})
-    assert "capped (-0.200" in lines[0]
-    assert "none" in lines[1]
-    assert "none" in lines[2]
-    assert lines[-3].endswith("capped; unpatched.")
-
-
-def test_a_work_folder_of_another_size_is_refused(sources):
-    with pytest.raises(ValueError, match="another folder by --work"):
-        prepare(sources, replace(SIZE, width=128), {"unpatched"})
-
-
-def test_the_base_is_the_checkpoint_where_one_is_given(sources, text, tmp_path):
-    given = Sources(str(sources.folder / "unpatched"), text, text, tmp_path)
-    assert prepare(given, SIZE, {"unpatched"})
-    weights = [continued_run.load(folder / "unpatched").state_dict() for folder in (given.folder, sources.folder)]
-    assert all(torch.equal(a, b) for a, b in zip(*(x.values() for x in weights), strict=True))
-
-
-def test_a_rate_is_within_a_margin_if_all_from_the_best_one_up_to_it_are():
-    found = Grid(
-        {
-            1e-3: [row(4.0, 3.0), row(4.0, 3.0)],  # slow, and no sign of divergence
-            2e-3: [row(4.0, 2.0), row(4.0, 2.1)],
-            4e-3: [row(4.0, 2.1), row(4.0, 2.45)],
-            8e-3: [row(4.0, math.nan), row(4.0, 2.0)],
-        }
-    )
-    assert found.best == (pytest.approx(2.05), 2e-3)
-    assert [found.stable(found.best[0] + margin) for margin in (0.0, 0.1, 0.5)] == [None, 2e-3, 4e-3]
-    assert found.sensitivities() == pytest.approx(
-        [(3.0 + 2.0 + 2.1 + 4.0) / 4 - 2.0, (3.0 + 2.1 + 2.45 + 2.0) / 4 - 2.0]
-    )

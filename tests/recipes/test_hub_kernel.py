@@ -99,20 +99,6 @@ def test_other_imports_are_refused(code):
         list(hub_kernel.targets("hf_qknorm.ops.none", f"\n{code}"))
 
 
-def test_syntax_of_later_pythons_is_refused():
-    with pytest.raises(SyntaxError, match="3.10"):
-        list(hub_kernel.targets("hf_qknorm.ops.none", "match x:\n    case 1: pass"))
-
-
-def test_a_folder_with_files_and_a_wrong_name_are_refused(tmp_path):
-    (tmp_path / "mine").write_text("")
-    with pytest.raises(FileExistsError, match="has files: expected a new or an empty folder"):
-        hub_kernel.build("org", tmp_path)
-    with pytest.raises(ValueError, match="expected the name of a user or an organisation on the Hub, got 'a/b'"):
-        hub_kernel.build("a/b", tmp_path / "kernel")
-    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_kernels_library_accepts_the_build(kernel, variant):
     rust = pytest.importorskip("kernels._rust")
@@ -214,25 +200,6 @@ def test_what_it_cannot_do_is_refused(kernel, options, message):
     attention = load(kernel / "build" / "torch-cpu").flash_attn_forward
     with pytest.raises(ValueError, match=message):
         attention(nn.Module(), *heads(), **{"attention_mask": None, **options})
-
-
-def test_dropout_keeps_the_mean_and_repeats_its_mask_in_backward(kernel):
-    attention = load(kernel / "build" / "torch-cpu").flash_attn_forward
-    q, k, v = (x.requires_grad_() for x in heads(dtype=torch.float64))
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-
-    def dropped(value: Tensor) -> Tensor:
-        torch.set_rng_state(state)
-        return attention(nn.Module(), q, k, value, None, softcap=CAP, dropout=0.5)[0]
-
-    out = dropped(v)
-    assert not torch.allclose(out, attention(nn.Module(), q, k, v, None, softcap=CAP)[0])
-    (gradient,) = torch.autograd.grad((out * out.detach()).sum(), v)
-    step = torch.zeros_like(v)
-    step[0, 0, 0, 0] = 1.0  # the output is linear in the values, for one mask
-    slope = ((dropped(v.detach() + step) - out) * out).sum()
-    torch.testing.assert_close(gradient[0, 0, 0, 0], slope.detach())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")

@@ -12,7 +12,6 @@ import torch
 import hf_qknorm as qk
 from hf_qknorm.convert.plan import Plan
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
-from hf_qknorm.reports.tables import Points, Table, page_html, page_text
 from hf_qknorm.scheme import SCHEMES
 from qknorm_tests.tiny import tiny_model
 
@@ -103,12 +102,3 @@ def test_names_are_escaped(kind):
     assert "<script" not in html
     assert "&lt;script&gt;alert(&quot;1 &amp; 2&quot;)&lt;/script&gt;" in html
     assert Reader(html).seen <= TAGS
-
-
-def test_a_page_has_no_empty_parts():
-    page = ("", Table([]), Table([["a", "b"], ["c", "1"]], "more"), Points("Do", ["x", "y"]), "end")
-    assert page_text(page) == "a  b\nc  1\nmore\n\nDo\n  - x\n  - y\n\nend"
-    read = Reader(page_html(page))
-    assert read.text() == ["a", "b", "c", "1", "more", "Do", "x", "y", "end"]
-    assert read.rows == [2, 2]
-    assert page_html(["", Table([])]) == "<div></div>"

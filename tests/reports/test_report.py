@@ -11,7 +11,6 @@ import pytest
 
 from hf_qknorm import Calibration
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
-from hf_qknorm.reports.tables import aligned
 from hf_qknorm.scheme import SCHEMES
 
 
@@ -85,15 +84,6 @@ def test_text_and_table_have_the_knee_and_its_bound():
     assert max(map(len, wide.table().splitlines())) <= 120
 
 
-def test_the_bound_of_a_model_is_the_largest_of_its_layers():
-    report = with_a_knee()
-    assert report.bound == 151
-    first, second = report.layers.items()
-    unbounded = {first[0]: first[1], second[0]: dataclasses.replace(second[1], bound=None)}
-    assert dataclasses.replace(report, layers=unbounded).bound is None
-    assert dataclasses.replace(report, layers={}).bound is None
-
-
 def test_json_round_trip_of_a_knee():
     report = with_a_knee()
     data = json.loads(json.dumps(report.to_dict()))
@@ -106,15 +96,6 @@ def test_json_round_trip_of_a_knee():
     assert again == report
     assert again.layers["layers.0"].after.beyond_q == (0.125, 0.375)
     assert again.layers["layers.0"].after.beyond_k == (0.5,)
-
-
-def test_a_report_without_a_knee_has_no_new_keys():
-    data = example().to_dict()
-    assert "knees" not in data
-    assert set(data["layers"]["layers.0"]) == {"before", "after", "gain_q", "gain_k"}
-    assert set(data["layers"]["layers.0"]["after"]) == {
-        "max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"
-    }  # fmt: skip
 
 
 PREDICTED = Prediction(1.0).to_dict()
@@ -151,49 +132,29 @@ def test_a_report_by_a_method_of_earlier_versions_loads(method, tmp_path):
         ("speed", 3, "report.speed is unknown"),
         ("method", "| moments |", "report.method is '| moments |', expected a name"),
         ("tokens", 1.5, "report.tokens is 1.5, expected a whole number"),
-        ("tokens", -1, "report.tokens is -1, expected a whole number"),
-        ("judged", True, "report.judged is True, expected a whole number"),
         ("base_model", "/home/me/llama", "report.base_model is '/home/me/llama', expected a name on the Hub"),
         ("dataset", "a/b\n---", "report.dataset is .*, expected a name on the Hub"),
         ("scheme", {"qq": "rms"}, "unknown scheme field 'qq'"),
-        ("cap", "50", "report.cap is '50', expected a number"),
         ("cap", float("nan"), "report.cap is nan, expected a finite number > 0"),
         ("cap", 10**400, "report.cap is 1000.*, expected a number that a float can hold"),
         ("base", 3.0, "report.base is 3.0, expected a mapping"),
         ("base", None, "report.base is null, expected numbers with the method 'moments'"),
-        ("ones", None, "report.ones is null, expected numbers"),
-        ("chosen", None, "report.base is not null, expected null"),
         ("method", "measured", "report.base is not null, expected null with the method 'measured'"),
         ("layers/layers.1/before", None, "report.layers.layers.1.before is null, expected numbers"),
-        ("base/kl", None, "report.base.kl is None, expected a number"),
         ("base/perplexity", ..., "report.base.perplexity is missing"),
-        ("layers", [], r"report.layers is \[\], expected a mapping"),
         ("layers/a | b", {}, "a name in report.layers is 'a | b', expected a module's path"),
-        ("layers/layers.0/after", ..., "report.layers.layers.0.after is missing"),
         ("layers/layers.0/gain_q", 1.0, "report.layers.layers.0.gain_q is 1.0, expected a list"),
         ("layers/layers.1/before/rms_k", [True], r"report.layers.layers.1.before.rms_k\[0\] is True"),
-        ("layers/layers.1/before/rms_k", [], "rms_k is .*, expected a list of numbers"),
         ("layers/layers.1/before/median", [1.0], "report.layers.layers.1.before.median is unknown"),
         ("layers/layers.1/after/beyond_q", 0.5, "report.layers.layers.1.after.beyond_q is 0.5, expected a list"),
-        ("layers/layers.1/bound", "50", "report.layers.layers.1.bound is '50', expected a number"),
-        ("knees", {"4": {}}, "report.knees is .*, expected a list of at most 1000 predictions by knee"),
         ("knees", [{}] * 1001, "report.knees is .*, expected a list of at most 1000 predictions by knee"),
-        ("knees", [4.0], r"report.knees\[0\] is 4.0, expected a mapping"),
         ("knees", [{"knee": 4.0}], r"report.knees\[0\].loss is missing"),
-        ("knees", [{"knee": 4.0, **PREDICTED, "loss": None}], r"report.knees\[0\].loss is None, expected a number"),
         ("knees", [{"knee": -1, **PREDICTED}], r"report.knees\[0\].knee is -1.0, expected a finite number ≥ 0"),
-        ("knees", [{"knee": math.inf, **PREDICTED}], r"report.knees\[0\].knee is inf, expected a finite number ≥ 0"),
     ],
 )
 def test_malformed_reports_are_refused_by_key(path, value, message):
     with pytest.raises(ValueError, match=message):
         Calibration.from_dict(changed(path, value))
-
-
-@pytest.mark.parametrize("data", [None, [], "report"])
-def test_anything_but_a_mapping_is_refused(data):
-    with pytest.raises(ValueError, match="expected a mapping"):
-        Calibration.from_dict(data)
 
 
 @pytest.mark.parametrize("keys", [("judged",), ("base_model", "dataset"), ("judged", "base_model", "dataset")])
@@ -234,14 +195,3 @@ def test_a_report_of_gigabytes_is_refused(tmp_path):
         file.truncate(2**32)  # a sparse file
     with pytest.raises(ValueError, match="report.json is larger than 67,108,864 bytes"):
         Calibration.load(tmp_path / "report.json")
-
-
-def test_too_many_layers_are_refused():
-    data = example().to_dict()
-    data["layers"] = dict.fromkeys(map(str, range(1_000_000)), next(iter(data["layers"].values())))
-    with pytest.raises(ValueError, match="expected a mapping from at most 10,000 layers"):
-        Calibration.from_dict(data)
-
-
-def test_aligned_rows():
-    assert aligned([["a", "b"], ["long", "1"], ["", "22"]]) == "a      b\nlong   1\n      22"

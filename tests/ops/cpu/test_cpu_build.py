@@ -6,7 +6,6 @@ import os
 import platform
 import shutil
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -234,14 +233,3 @@ def test_libraries_that_nothing_uses_are_removed(fresh: Path, monkeypatch: pytes
     assert build.why_not_built() is None
     left = {file.name for file in folder.iterdir()}
     assert left == {name for name in names if unused not in name} | {"hf_qknorm_cpu_notes.so", "mine.so"}
-
-
-def test_loading_a_library_marks_it_as_used(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_small_library(fresh, monkeypatch)
-    assert build.why_not_built() is None
-    now = time.time()
-    for age, kept in ((cache_folder.DAY / 2, True), (2 * cache_folder.DAY, False)):
-        os.utime(build._library(), times=(now - age, now - age))
-        forget()
-        assert build.why_not_built() is None
-        assert (abs(build._library().stat().st_mtime - (now - age)) < 1) == kept

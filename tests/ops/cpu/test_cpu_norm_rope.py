@@ -110,11 +110,6 @@ def test_gains_that_do_not_fit_are_left_to_torch(shape):
     assert not norm_rope.takes(x, Norm("rms", None, torch.ones(shape)), None)
 
 
-def test_the_variable_turns_it_off(monkeypatch):
-    monkeypatch.setenv("HF_QKNORM_CPU", "0")
-    assert not cpu_kernels.is_ready()
-
-
 @pytest.fixture
 def unchecked(monkeypatch):
     """No verdict of this process or of the disk, and no demand."""
@@ -156,24 +151,6 @@ def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplo
     monkeypatch.setenv(cpu_kernels.SWITCH, "1")
     with pytest.raises(RuntimeError, match="HF_QKNORM_CPU=1 demands"):
         served(Norm("rms"))
-
-
-def test_a_call_before_any_check_is_checked_later(unchecked, monkeypatch):
-    """In a graph capture or a backward pass no check can run, and the kernel is trusted for the moment."""
-    inner = norm_rope.norm_rope_one
-    monkeypatch.setattr(norm_rope, "norm_rope_one", lambda *given: 1.001 * inner(*given))
-    with monkeypatch.context() as patched:
-        patched.setattr(first_use, "_can_check", lambda _: False)
-        assert served(Norm("rms"))
-    assert not served(Norm("rms"))
-
-
-def test_without_a_compiled_library_models_norm_in_torch(calls, monkeypatch):
-    made = model("qk_norm")
-    calls.clear()
-    monkeypatch.setattr(cpu_kernels, "is_ready", lambda: False)
-    step(made)
-    assert not calls
 
 
 @pytest.fixture

@@ -77,20 +77,6 @@ def test_the_output_is_laid_out_for_the_output_projection() -> None:
     assert torch.equal(out, cpu.attention(*call(*gaps, softcap=5.0)))
 
 
-def test_a_second_derivative_is_refused() -> None:
-    q, k, v = make_qkv(1, 4, 2, 9, 9, 16)
-    (dq,) = torch.autograd.grad(cpu.attention(*call(q, k, v)).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivative"):
-        dq.sum().backward()
-
-
-@pytest.mark.costly
-def test_forward_mode_is_refused() -> None:
-    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16))
-    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-        torch.func.jvp(lambda x: cpu.attention(*call(x, k, v)), (q,), (q,))
-
-
 REFUSED = [
     ({"mask": torch.ones(1, 1, 5, 5, dtype=torch.bool)}, r"the mask \[1, 1, 5, 5\] is an arbitrary one"),
     ({"dtype": torch.float64}, "kernels take float32, bfloat16, float16, and the heads are float64"),
@@ -243,17 +229,3 @@ def test_hidden_keys_of_few_rows_are_never_read() -> None:
         hidden[slice(*span)] = False
         poisoned = (x.masked_fill(hidden[:, None], torch.nan) for x in (k, v))
         assert torch.equal(kernels.attend(Heads(q, *poisoned), visible, CAPPED), expected)
-
-
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_dropout_keeps_the_mean(rate: float) -> None:
-    """With equal weights the sums of the factors come out."""
-    q, v = torch.zeros(1, 4, 64, 16), torch.ones(1, 4, 1000, 16)
-    visible = Visible(seed=torch.tensor([7]))
-    out, _ = kernels.forward(Heads(q, v, v), visible, Options(1.0, dropout=rate))
-    deviation = (rate / (1 - rate) / 1000 / out[..., 0].numel()) ** 0.5
-    assert float(out.mean()) == pytest.approx(1, abs=5 * deviation)
-    again, _ = kernels.forward(Heads(q, v, v), visible, Options(1.0, dropout=rate))
-    other, _ = kernels.forward(Heads(q, v, v), Visible(seed=torch.tensor([8])), Options(1.0, dropout=rate))
-    assert torch.equal(out, again)
-    assert not torch.equal(out, other)

@@ -241,14 +241,6 @@ def test_any_strides(queries, keys) -> None:  # type: ignore[no-untyped-def]
     torch.testing.assert_close(view.run(case), call.run(case), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("softcap", [None, 50.0])
-def test_a_rerun_gives_the_same_bits(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    force(monkeypatch, 5)
-    case = Case(queries=3, dtype=BRAIN, softcap=softcap)
-    call = draw(case)
-    torch.testing.assert_close(call.run(case), call.run(case), rtol=0, atol=0)
-
-
 def test_nan_reaches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 3)
     call = draw(Case())
@@ -270,21 +262,3 @@ def test_splits_fill_the_processors_with_enough_keys_each() -> None:
     assert [splits(batch, 8, 32768) for batch in (2, 16, 64)] == [17, 3, 1]
     assert splits(1, 1, 32768) == 128
     assert [splits(1, 2, 32768, queries) for queries in (16, 17, 200)] == [128, 66, 11]
-
-
-@pytest.mark.parametrize(
-    ("queries", "heads", "keys", "suits"),
-    [
-        (1, (8, 8), 3, True),  # few queries
-        (16, (8, 2), 40, True),
-        (17, (8, 2), 511, False),  # too few keys for two programs
-        (17, (8, 2), 512, True),
-        (255, (8, 2), 32768, True),
-        (256, (8, 2), 32768, False),
-        (129, (32, 8), 32768, True),  # 64 programs of the plain grid
-        (129, (40, 8), 32768, False),  # 80 of them
-    ],
-)
-def test_few_queries_or_idle_processors_suit(queries: int, heads: tuple[int, int], keys: int, suits: bool) -> None:
-    q, k = meta(1, heads[0], queries, 64).half(), meta(1, heads[1], keys, 64).half()
-    assert attention_decode.suits(q, k) is suits

@@ -82,19 +82,6 @@ def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytes
     plain_problem(case, dtype).check()
 
 
-REAL = [
-    (Case(batch=1, heads=1, heads_kv=1, queries=300, causal=True, softcap=50.0), BRAIN),
-    (Case(batch=1, heads=1, heads_kv=1, queries=200, window=20, head_dim=256), HALF),
-    (Case(**ONE, queries=200, keys=111, ranges="packed", head_dim=128), BRAIN),
-    (Case(**ONE, queries=80, keys=111, causal=True, head_dim=64), FULL),
-]
-
-
-@pytest.mark.parametrize(("case", "dtype"), REAL, ids=name)
-def test_the_tiles_of_the_tables(case: Case, dtype: torch.dtype) -> None:
-    plain_problem(case, dtype).check()
-
-
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
@@ -174,11 +161,6 @@ def test_strides_change_no_bit(layout: str, monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(laid_out.results(), problem.results(), rtol=0, atol=0)
 
 
-def test_results_are_laid_out_as_tokens() -> None:
-    for x in plain_problem(Case(queries=9), FULL).results().values():
-        assert x.transpose(1, 2).is_contiguous()
-
-
 def test_the_gradient_of_a_sum() -> None:
     """It is one expanded number, with strides of zero."""
     problem = plain_problem(Case(queries=9, causal=True), FULL)
@@ -186,12 +168,3 @@ def test_the_gradient_of_a_sum() -> None:
     expanded = problem._replace(grad=one.expand(problem.grad.shape)).results()
     plainly = problem._replace(grad=one.expand(problem.grad.shape).contiguous()).results()
     torch.testing.assert_close(expanded, plainly, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    "case", [Case(**GROUPS, queries=20, sinks=True, dropout=0.2), Case(**ONE, ranges="packed")], ids=str
-)
-def test_a_rerun_gives_the_same_bits(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    shrink_tiles(monkeypatch)
-    problem = plain_problem(case, BRAIN)
-    torch.testing.assert_close(problem.results(), problem.results(), rtol=0, atol=0)

@@ -82,26 +82,6 @@ def test_steps_over_growing_keys_equal_two_operators(queries: int) -> None:
         torch.testing.assert_close(*whole, rtol=0, atol=0, equal_nan=True)  # nothing is written behind the keys
 
 
-def test_a_step_over_other_numbers_of_keys_only_allocates_and_launches() -> None:
-    for keys in (300, 301):
-        Step.draw(0).appended(keys).run()
-    launched: list[Launch] = []
-    with recorded(launched):
-        Step.draw(0).appended(400).run()
-    assert not launched
-
-
-def test_a_default_device_changes_nothing() -> None:
-    """It is a mode that torch's functions see, and not their kernels."""
-    expected, launched = Step.draw(4).run(), []
-    with recorded(launched), DEVICE:
-        for _ in range(3):
-            launched.clear()
-            found = Step.draw(4).run()
-    assert not launched
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_step_is_two_launches(queries: int) -> None:
     for step in (Step.draw(0, queries), Step.draw(0, queries).appended(FILLED)):
@@ -119,20 +99,6 @@ def test_a_step_of_known_shapes_only_allocates_and_launches() -> None:
     with recorded(launched):  # by `launch`, which a repeated call passes over
         Step.draw(4).run()
     assert not launched
-
-
-def every_second(x: Tensor) -> Tensor:
-    """x with gaps between columns, which the kernels take as a copy."""
-    room = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1]))
-    return room[..., ::2].copy_(x)
-
-
-@pytest.mark.costly
-def test_a_repeated_step_copies_again() -> None:
-    for seed in (0, 2, 4):
-        step, expected = Step.draw(seed), Step.draw(seed).run()
-        gaps = step._replace(heads=step.heads._replace(q=every_second(step.heads.q)))
-        torch.testing.assert_close(gaps.run(), expected, rtol=0, atol=0)
 
 
 def test_another_address_is_another_signature() -> None:

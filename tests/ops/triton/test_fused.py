@@ -139,16 +139,6 @@ def test_an_exported_program_holds_the_operator() -> None:
     assert torch.equal(program.module()(*tensors), Attention()(*tensors))
 
 
-def test_norm_rope_then_attention_equals_both_in_one() -> None:
-    tensors, fused = heads(), parts()
-    one = library.fused_attention(*call(*tensors, softcap=5.0, causal=True, **fused))
-    q, k = library.norm_rope(Heads(*tensors, **fused))
-    two = library.fused_attention(*call(q, k, tensors[2], softcap=5.0, causal=True))
-    expected, got = (torch.autograd.grad(x.sin().sum(), wanted(fused, *tensors)) for x in (one, two))
-    assert error(two.detach(), one.detach()) < 1e-6
-    assert all(error(x, y) < 1e-5 for x, y in zip(got, expected, strict=True))
-
-
 def test_saved_memory_is_linear_in_length() -> None:
     """Backward keeps raw q, k, v, which are views of projections' outputs, the output, and two numbers a row."""
     tensors, fused = heads(100), parts(100)
@@ -240,30 +230,6 @@ def test_ranges_past_the_last_key_end_there(queries: int) -> None:
         out = library.fused_attention(*call(q[:, :, T - queries :], k, v, ranges=ranges, softcap=5.0))
         results.append([out, *torch.autograd.grad(out.sin().sum(), [q, k, v])])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
-
-
-def test_the_default_dtype_is_not_that_of_sums_and_bounds() -> None:
-    """`torch.set_default_dtype` changes nothing."""
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        tensors, fused = heads(), parts()
-        torch.set_default_dtype(dtype)
-        try:
-            out = library.fused_attention(*call(*tensors, causal=True, **fused))
-            results.append([out, *torch.autograd.grad(out.sum(), wanted(fused, *tensors))])
-        finally:
-            torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-def test_statistics_of_each_query() -> None:
-    q, k, v = heads()
-    found = library.fused_statistics(*call(q, k, v, scale=0.5, causal=True))
-    logits = (0.5 * q @ k.repeat_interleave(H // HK, 1).transpose(-1, -2)).detach()
-    seen = torch.ones(T, T, dtype=torch.bool, device=DEVICE).tril()
-    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-    torch.testing.assert_close(found.largest, logits.masked_fill(~seen, 0.0).abs().amax(-1))
-    torch.testing.assert_close(found.entropy, -torch.special.xlogy(weights, weights).sum(-1))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the kernels run")

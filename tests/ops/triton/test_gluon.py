@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 import torch
 
 from hf_qknorm.ops.triton import attention, gluon
-from hf_qknorm.ops.triton.launch import LoopVariant, launch
+from hf_qknorm.ops.triton.launch import launch
 from qknorm_tests.kernel_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
 from qknorm_tests.tiled_cases import Case
 
@@ -82,34 +81,6 @@ def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.Monk
         serves(plain_problem(TAKEN, BRAIN))
 
 
-@pytest.mark.usefixtures("switched_on")
-@pytest.mark.parametrize(
-    ("place", "complaint"),
-    [
-        ("interpreter", "interpreter knows no Gluon"),
-        ("Blackwell", "for Hopper, .*has .10, 0."),
-        ("old Triton", "lacks"),
-    ],
-)
-def test_switching_it_on_where_it_can_not_run_is_an_error(
-    place: str, complaint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device = "cpu"
-    if place == "interpreter":
-        monkeypatch.setattr(gluon, "INTERPRETED", True)
-    elif place == "Blackwell":
-        device = "cuda"
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    else:
-        monkeypatch.setitem(sys.modules, "hf_qknorm.ops.triton.gluon_forward", None)
-        monkeypatch.delattr("hf_qknorm.ops.triton.gluon_forward", raising=False)
-    assert re.search(complaint, gluon.why_not(torch.device(device)) or "")
-    if device == "cpu":
-        problem = plain_problem(TAKEN, BRAIN)
-        with pytest.raises(RuntimeError, match=f"HF_QKNORM_GLUON=1 asks for the Gluon kernel, but .*{complaint}"):
-            gluon.serves(problem.heads.q.cpu(), problem.visible, problem.options, False)
-
-
 def record(monkeypatch: pytest.MonkeyPatch, run: bool) -> list[tuple[str, dict[str, Any]]]:
     """Record the launches of attention kernels, and run them if `run`."""
     seen: list[tuple[str, dict[str, Any]]] = []
@@ -122,38 +93,6 @@ def record(monkeypatch: pytest.MonkeyPatch, run: bool) -> list[tuple[str, dict[s
     monkeypatch.setattr(gluon, "launch", recorded)
     monkeypatch.setattr(attention, "launch", recorded)
     return seen
-
-
-@here
-@pytest.mark.usefixtures("switched_on")
-@pytest.mark.parametrize(
-    ("softcap", "variants"),
-    [(50.0, [("polynomial", False, "within"), ("approx", False, "beyond")]), (None, [("none", False), ("none", True)])],
-)
-def test_each_variant_for_normed_heads_is_a_launch(
-    softcap: float | None, variants: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = [LoopVariant(*variant) for variant in variants]
-    monkeypatch.setattr(attention, "forward_variants", lambda *_: expected)
-    seen = record(monkeypatch, run=False)
-    raw = Raw(heads=(6, 2), dtype=BRAIN, length=300, head_dim=96, batch=1)
-    problem = raw_problem(raw, Case(causal=True, softcap=softcap))
-    attention.forward(problem.heads, problem.visible, problem.options)
-    assert [name for name, _ in seen] == ["gluon_forward_kernel"] * 2
-    for (_, options), variant in zip(seen, expected, strict=True):
-        constants = options["C"]
-        assert variant[:3] == (constants.TANH, constants.ONLINE, constants.WHEN)
-        assert (constants.PADDED, constants.CAUSAL, constants.SCALED) == (128, True, False)
-        assert options["grid"] == (3 * 6,)
-
-
-@here
-@pytest.mark.usefixtures("switched_on")
-def test_the_plain_kernel_serves_other_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = record(monkeypatch, run=False)
-    problem = plain_problem(Case(**{**vars(TAKEN), "window": 7}), BRAIN)
-    attention.forward(problem.heads, problem.visible, problem.options)
-    assert [name for name, _ in seen] == ["forward_kernel"]
 
 
 @pytest.mark.slow

@@ -8,12 +8,11 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton import launch
-from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER, Tile
+from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
-from hf_qknorm.ops.triton.head_tiles import _addresses, both_parts, load_tile, store_tile
-from qknorm_tests.covering import covering
+from hf_qknorm.ops.triton.head_tiles import _addresses
 from qknorm_tests.kernel_cases import Raw, plain_problem, raw_problem, shrink_tiles, use_pointers
-from qknorm_tests.norm_cases import DEVICE, lay_out
+from qknorm_tests.norm_cases import DEVICE
 from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
@@ -21,49 +20,6 @@ ONE = {"batch": 1, "heads": 2, "heads_kv": 1}
 PAIR = {"heads": 2, "heads_kv": 1}
 GROUP = {"batch": 1, "heads": 6, "heads_kv": 2}
 WAYS = pytest.mark.parametrize("architecture", [HOPPER, AMPERE], ids=["descriptors", "pointers"])
-
-
-@triton.jit
-def copy_kernel(X, X_REST, OUT, OUT_REST, SEEN, length, FULL: tl.constexpr, C: tl.constexpr):
-    """Copy a tile of a head, and store what was loaded of it, padding too, at SEEN `[B, H, T′, P]`."""
-    MAIN: tl.constexpr = C.PADDED - C.REST
-    start = tl.program_id(2) * C.BLOCK_M
-    X, OUT = both_parts(X, X_REST, C), both_parts(OUT, OUT_REST, C)
-    x = load_tile(X, tl.program_id(0), tl.program_id(1), start, length, C.BLOCK_M, C, FULL=FULL)
-    store_tile(OUT, x, tl.program_id(0), tl.program_id(1), start, length, C.BLOCK_M, C)
-    number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    rows = (number * tl.num_programs(2) + tl.program_id(2)) * C.BLOCK_M + tl.arange(0, C.BLOCK_M)
-    at = SEEN + rows[:, None] * C.PADDED
-    if C.REST:
-        tl.store(at + tl.arange(0, MAIN)[None, :], x[0].to(tl.float32))
-        tl.store(at + tl.arange(MAIN, C.PADDED)[None, :], x[1].to(tl.float32))
-    else:
-        tl.store(at + tl.arange(0, MAIN)[None, :], x.to(tl.float32))
-
-
-@pytest.mark.parametrize(
-    ("architecture", "dtype", "head_dim", "rows"),
-    covering([HOPPER, AMPERE], [BRAIN, FULL], [16, 40, 72, 96], [(32, True), (37, False), (1, False)]),
-    ids=lambda x: "" if x in (HOPPER, AMPERE) else str(x),
-)
-def test_a_tile_ends_with_its_head(architecture, dtype, head_dim, rows, monkeypatch):
-    """Heads have NaN around them: none may be read, nor overwritten."""
-    (length, full), rows = rows, 16
-    monkeypatch.setattr(launch, "architecture", lambda device: architecture)
-    tile = Tile(16, 16, 4, 1, split=True)
-    columns, rest = launch.columns(head_dim, tile)
-    x = lay_out(torch.randn(2, 3, length, head_dim, device=DEVICE).to(dtype), "gaps")
-    out, blocks = torch.full_like(x._base, 7.0), -(-length // rows)
-    copied = out.as_strided(x.shape, x.stride(), x.storage_offset())
-    seen = torch.full((2, 3, blocks * rows, columns), float("nan"), device=DEVICE)
-    tiles = launch.head_arguments(tile, rows, X=launch.dense(x), OUT=launch.dense(copied))
-    C = Constants(rows, rows, columns, head_dim, rest, POINTERS=not architecture.descriptors)
-    launch.launch(copy_kernel, (2, 3, blocks), x.device, **tiles, SEEN=seen, length=length, FULL=full, C=C)
-    assert torch.equal(copied, x)
-    assert int((out != 7.0).sum()) == x.numel()
-    assert torch.equal(seen[:, :, :length, :head_dim].to(dtype), x)
-    assert not seen[:, :, length:].any()
-    assert not seen[..., head_dim:].any()
 
 
 @triton.jit
@@ -128,8 +84,3 @@ def test_output_and_gradients_of_raw_heads(raw, case, monkeypatch):
     shrink_tiles(monkeypatch)
     use_pointers(monkeypatch)
     raw_problem(raw, case).check()
-
-
-def test_the_tiles_of_ampere(monkeypatch):
-    use_pointers(monkeypatch)
-    plain_problem(Case(**ONE, queries=90, keys=70, causal=True, softcap=50.0, head_dim=128), BRAIN).check()

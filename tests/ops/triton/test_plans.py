@@ -78,11 +78,6 @@ def test_repeated_attention_has_the_same_bits(name: str, monkeypatch: pytest.Mon
     check(operators.FUSED_ATTENTION_BACKWARD, kept | values | {"statistics": False})
 
 
-def test_repeated_statistics_have_the_same_bits() -> None:
-    problem = plain_problem(Case(queries=20, causal=True), BRAIN)
-    check(operators.FUSED_ATTENTION, values_of(problem) | {"statistics": True})
-
-
 @pytest.mark.parametrize("alone", [False, True])
 def test_repeated_norms_have_the_same_bits(alone: bool) -> None:
     q, k, _, *norms = raw_problem(Raw(**SHORT, biases=("shared", "none")), Case()).heads

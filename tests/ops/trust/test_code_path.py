@@ -50,12 +50,6 @@ def test_the_path_of_a_call(heads, options, expected):
     assert eval(repr(tuple(path)), {"torch": torch, "NormPath": NormPath}) == tuple(path)
 
 
-def test_norms_and_rotation_have_paths_without_the_options_of_attention():
-    heads, visible, options = call(*HEADS, q_norm=RMS, softcap=5.0, causal=True)
-    path = CodePath.of(fields(heads, visible, options, "norm_rope"))
-    assert path == CodePath("norm_rope", FULL, 16, 2, True, q_norm=NormPath("rms", 2.0, 1, None, FULL, False, True))
-
-
 @pytest.mark.parametrize("group", [1, 2, 3, 5, 7, 12])
 def test_a_check_has_as_many_rows_as_its_calls_up_to_a_power_of_two(group):
     """Kernels are chosen, and tiles sized, by 16, 64 and 1024 rows, and by powers of two between."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,17 +115,6 @@ def test_a_verdict_of_other_versions_is_none(checks, monkeypatch, name):
     assert len(checks.paths) == 2
 
 
-def test_a_verdict_under_another_name_is_none(checks, monkeypatch):
-    """As after a collision of digests."""
-    assert asked() is None
-    (file,) = verdict_files.folder().iterdir()
-    found = json.loads(file.read_text())
-    file.write_text(json.dumps(found | {"key": [*found["key"][:-1], "another path"]}))
-    restart(monkeypatch)
-    asked()
-    assert len(checks.paths) == 2
-
-
 @pytest.mark.parametrize("change", [lambda file: file.chmod(0o666), lambda file: file.parent.chmod(0o777)])
 def test_a_verdict_that_others_may_write_is_none(change, checks, monkeypatch, caplog):
     checks.result = WRONG
@@ -153,36 +140,6 @@ def test_a_verdict_that_is_no_small_file_is_none(reason, checks, monkeypatch):
     restart(monkeypatch)
     assert asked() is None
     assert len(checks.paths) == 2
-
-
-def test_old_verdicts_are_removed_when_one_is_written(checks):
-    assert asked() is None
-    (file,) = verdict_files.folder().iterdir()
-    old, other = file.with_name(f"{0:032x}.json"), file.with_name("notes.json")
-    for path in (old, other):
-        path.touch()
-        os.utime(path, times=(0, 0))
-    assert asked(causal=True) is None
-    assert not old.exists()
-    assert file.exists()
-    assert other.exists()
-
-
-def test_a_folder_that_can_not_be_written_is_no_error(checks, monkeypatch, tmp_path):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert asked() is asked() is None
-    assert len(checks.paths) == 1
-
-
-def test_the_machine_names_device_driver_and_versions(monkeypatch, tmp_path):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(verdict_files, "_DRIVER", tmp_path / "version")
-    verdict_files._driver.cache_clear()
-    (tmp_path / "version").write_text("NVRM version: 570.86\nGCC version: 12\n")
-    found = verdict_files.machine(torch.device("cuda:1"))
-    verdict_files._driver.cache_clear()
-    assert found.startswith(f"NVIDIA H200, driver NVRM version: 570.86, torch {torch.__version__}, Triton ")
 
 
 @pytest.mark.parametrize(("value", "runs"), [("0", 0), ("1", 1)])
@@ -243,22 +200,6 @@ def test_fake_tensors_and_a_backward_pass_check_nothing(checks):
     assert reasons == [None]
     assert not checks.paths
     assert asked() is not None
-
-
-def test_a_backward_pass_reads_the_disk_once(checks, monkeypatch):
-    """Activation checkpointing runs each layer's forward there, at every step."""
-    read, reads = verdict_files.read, []
-    monkeypatch.setattr(verdict_files, "read", lambda *key: reads.append(key) or read(*key))
-    monkeypatch.setattr(first_use, "_can_check", lambda q: False)
-    assert asked() is asked() is None
-    assert len(reads) == 1
-
-
-def test_a_graph_capture_checks_nothing(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not first_use._can_check(SimpleNamespace(is_cuda=True))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert first_use._can_check(SimpleNamespace(is_cuda=True))
 
 
 def test_errors_are_kept_if_they_broke_the_device(checks, monkeypatch):

@@ -80,20 +80,6 @@ def test_blocks_are_shared_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(shared) == {(since, parts) for since in (False, True) for parts in (False, True)}
 
 
-def test_queries_over_a_cache_take_split_keys_and_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    suits, taken = attention_decode.suits, []
-
-    def noted(q: Tensor, k: Tensor) -> bool:
-        taken.append(suits(q, k))
-        return taken[-1]
-
-    monkeypatch.setattr(attention_decode, "suits", noted)
-    monkeypatch.setattr(problems, "KEYS", 512)
-    monkeypatch.setattr(schedule, "gpu", lambda device: schedule.Gpu(32, 10**6))
-    assert check(PATHS["decode"]._replace(queries=32), DEVICE).verdict.passed
-    assert taken == [True, False]
-
-
 def scaled(owner: Any, name: str, part: str | int, factor: float) -> tuple[Any, str, Callable[..., Any]]:
     """A function of the kernels' host code whose result has a wrong part."""
     sound = getattr(owner, name)
@@ -168,12 +154,3 @@ def test_the_callers_state_is_left_alone() -> None:
         assert not torch.is_grad_enabled()
     assert found.verdict.passed
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_what_a_kernel_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*arguments: Any) -> None:
-        raise RuntimeError("no kernel image")
-
-    monkeypatch.setattr(attention, "forward", fail)
-    with pytest.raises(RuntimeError, match="no kernel image"):
-        check(PATHS["plain"], DEVICE)

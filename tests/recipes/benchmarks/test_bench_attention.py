@@ -17,9 +17,8 @@ pytest.importorskip("triton", reason="needs Triton, which interprets the kernels
 import bench_attention as bench
 import bench_checks as checks
 import bench_plan as plan
-from bench_cases import Case, draw
-from bench_implementations import ARMS, FLASH, GLUON, OURS, VARLEN
-from bench_timing import Clock, Run
+from bench_cases import Case
+from bench_implementations import FLASH, GLUON, OURS
 
 from hf_qknorm.ops import library
 
@@ -113,16 +112,6 @@ def test_a_failed_check_ends_the_benchmark(small, wrong, capsys):
     assert f"FAILED {SMALL.at(48)} | {OURS.name}: out 1.0e-01 over its budget of " in complaint
 
 
-@interpreted
-def test_passing_implementations_are_timed_on_request(small, wrong):
-    code, found = small("--keep-going")
-    assert code == 1
-    timed, failed = sorted(found, key=lambda row: row["what"])
-    assert (timed["what"], failed["what"]) == (FLASH.name, OURS.name)
-    assert float(timed["ms_median"]) > 0
-    assert failed["note"] == "not timed: failed its check"
-
-
 def fail(case, x):
     raise RuntimeError("no kernel\nand more")
 
@@ -138,47 +127,6 @@ def test_a_failure_of_another_library_is_a_row(small):
     }
     code, _ = small("--keep-going", implementations=(FLASH, replace(other, name="ours, failing")))
     assert code == 1
-
-
-@interpreted
-def test_an_absent_implementation_is_a_row(small):
-    code, found = small(implementations=(FLASH, VARLEN))
-    assert code == 0
-    assert [row["note"] for row in found if row["what"] == VARLEN.name] == ["needs a GPU"]
-
-
-@interpreted
-def test_the_first_part_has_its_rows_before_the_next_one_is_checked(small):
-    code, found = small(implementations=(FLASH, replace(OURS, attend=fail)), apart=True)
-    assert code == 1
-    assert [row["what"] for row in found] == [FLASH.name]
-
-
-@interpreted
-def test_an_implementation_without_a_verdict_is_not_timed(small, monkeypatch, tmp_path):
-    judge = checks.check_job
-    monkeypatch.setattr(checks, "check_job", lambda *job: (x for x in judge(*job) if x.what != FLASH.name))
-    code, found = small()
-    assert code == 0
-    assert {row["what"]: row["note"] for row in found} == {
-        FLASH.name: "not timed: no result of its check",
-        OURS.name: "",
-    }
-    assert f"| {SMALL} | {OURS.name} | forward |" in (tmp_path / "attention_interpreter.md").read_text()
-
-
-@interpreted
-def test_items_without_time_are_named(small, capsys):
-    code, found = small("--minutes", "0")
-    assert code == 0
-    assert found == []
-    assert f"no time for {SMALL} ({FLASH.name}; {OURS.name})" in capsys.readouterr().out
-
-
-def test_without_a_gpu_it_says_so(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert bench.main([]) == 2
-    assert "--cpu" in capsys.readouterr().err
 
 
 def test_a_checking_process_that_dies_fails_its_open_checks(monkeypatch):
@@ -200,58 +148,3 @@ def test_everything_timed_is_checked_first(part):
     timed = [pair for job in jobs for pair in zip(job.implementations, job.timed, strict=True)]
     compiled = {(case, x.name) for x, cases in timed for case in cases}
     assert compiled == {(item.case, x.name) for item in part for x in item.implementations}
-
-
-def test_the_quick_plan_is_short():
-    assert sum(len(item.passes) * len(item.implementations) for item in plan.quick_plan()) <= 21
-    assert plan.full_plan()[0] == plan.quick_plan()
-
-
-def test_what_is_checked_is_not_checked_again():
-    (job,) = plan.check_jobs([plan.Item(SMALL, (OURS, FLASH))], 48)
-    known = {(str(SMALL.at(48)), x.name) for x in (OURS, FLASH)}
-    assert job.known(known)
-    assert not job.known(known - {(str(SMALL.at(48)), FLASH.name)})
-    (other,) = plan.check_jobs([plan.Item(SMALL, (replace(FLASH, compiled=True),))], 48)
-    assert not other.known(known)
-
-
-def test_full_size_is_compiled_in_the_checks_where_it_can_be():
-    seen = []
-
-    def attend(case, x):
-        seen.append((case, x.q.requires_grad))
-        return fail(case, x) if len(seen) == 2 else FLASH.attend(case, x)
-
-    for _ in range(2):  # the second one fails, which is left to the timing process
-        checks.compile_for(replace(FLASH, attend=attend), SMALL, CPU, torch.float32)
-    assert seen == [(SMALL, True)] * 2
-
-
-def test_the_first_checks_are_five_of_ours():
-    jobs = plan.check_jobs(plan.first_plan(), 192)
-    assert [len(job.implementations) for job in jobs] == [1] * 5
-    assert all(x.ours for job in jobs for x in job.implementations)
-
-
-def test_the_list_names_every_implementation(capsys):
-    assert bench.main(["--list"]) == 0
-    lines = capsys.readouterr().out
-    named = (x for part in plan.full_plan() for item in part for x in item.implementations)
-    assert all(f"  {x.name}: " in lines for x in named)
-
-
-def test_gains_reach_the_attention():
-    (x,) = ARMS[0].prepared(SMALL, draw(SMALL, 1, CPU, torch.float32))
-    assert 2.4 <= float(x.q_gain.detach().min()) <= float(x.q_gain.detach().max()) <= 3.6
-    assert VARLEN.missing(SMALL, "cpu")
-
-
-def test_a_failing_run_does_not_stop_the_others():
-    def fail(n):
-        raise torch.OutOfMemoryError("of 3 GiB")
-
-    runs = {"good": Run(lambda n: None), "bad": Run(fail)}
-    Clock(CPU).race(runs, 0.1)
-    assert runs["bad"].failure == "out of memory"
-    assert len(runs["good"].times) == len(runs["good"].host) == 2

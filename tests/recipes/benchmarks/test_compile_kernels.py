@@ -10,8 +10,6 @@ from importlib import import_module
 import pytest
 import torch
 
-from hf_qknorm.ops.norms import NORMS
-
 pytest.importorskip("triton", reason="needs Triton, which compiles the kernels")
 recipe = import_module("compile_kernels")
 limits = import_module("kernel_limits")
@@ -140,139 +138,11 @@ def test_each_limit_is_checked(changes, complaint):
     assert complaint in found
 
 
-@pytest.mark.parametrize("option", ["RANGES", "STATISTICS"])
-def test_forward_may_spill_a_little_with_options_on_ampere(option):
-    report = replace(SOUND, constants=SOUND.constants | {option: True}, matrix={"HMMA": 64}, spilled=24, shared=90_000)
-    assert limits.broken(report, 80) == limits.broken(report, 89) == []
-    assert len(limits.broken(replace(report, spilled=32), 80)) == 1
-    assert len(limits.broken(replace(report, reloads=1), 80)) == 1
-    assert len(limits.broken(report, 120)) == 1
-
-
-@pytest.mark.parametrize(
-    ("kernel", "constants", "allowed"),
-    [
-        ("forward_kernel", {"PADDED": 256}, False),
-        ("query_gradient_kernel", {"PADDED": 256}, False),
-        ("key_gradient_kernel", {"PADDED": 256}, False),
-        ("query_gradient_kernel", {"NORM": NORMS["lp"]}, True),
-        ("forward_kernel", {"DROPOUT": True}, False),
-        ("gluon_forward_kernel", {"PADDED": 256, "TANH": "polynomial"}, False),
-    ],
-)
-def test_where_spills_are_allowed(kernel, constants, allowed):
-    report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, spilled=72, reloads=2)
-    assert (limits.broken(report) == []) == allowed
-    assert limits.broken(replace(report, spilled=limits.few_spills(report, 90), reloads=0)) == []  # outside of loops
-
-
-@pytest.mark.parametrize(
-    ("arch", "kernel", "constants", "most"),
-    [
-        (90, "gluon_forward_kernel", {"PADDED": 256, "TANH": "polynomial"}, 32),
-        (90, "gluon_forward_kernel", {"PADDED": 128, "TANH": "polynomial"}, 0),
-        (100, "forward_kernel", {"DROPOUT": True}, 240),
-        (100, "query_gradient_kernel", {"DROPOUT": True}, 0),
-        (90, "forward_kernel", {"DROPOUT": True}, 0),
-    ],
-)
-def test_where_spills_are_allowed_in_loops(arch, kernel, constants, most):
-    report = replace(SOUND, kernel=kernel, constants=SOUND.constants | constants, matrix=EVERY, reloads=2)
-    assert limits.broken(replace(report, spilled=most), arch) == []
-    assert len(limits.broken(replace(report, spilled=most + 8), arch)) == 1
-
-
-def test_loops_that_cannot_be_told_apart_have_no_slots():
-    from compiled import equal_parts
-
-    assert equal_parts([["a"], ["b"], ["c"], ["d"]], 2) == [[["a"], ["b"]], [["c"], ["d"]]]
-    assert equal_parts([["a"], ["b"], ["c"]], 2) == [[], []]
-    assert equal_parts([["a"], ["b"], ["c"]], 1) == [[["a"], ["b"], ["c"]]]
-
-
-@pytest.mark.parametrize(
-    ("tanh", "online", "slots"), [("approx", False, 7.1), ("none", False, 5.1), ("none", True, 8.4)]
-)
-def test_each_loop_has_its_own_limit_of_slots(tanh, online, slots):
-    report = replace(SOUND, constants=SOUND.constants | {"TANH": tanh, "ONLINE": online})
-    assert limits.broken(replace(report, slots=slots))
-    assert limits.broken(replace(report, slots=slots - 0.7)) == []
-
-
-@pytest.mark.parametrize(
-    ("version", "columns", "limit"),
-    [("3.6.0", 96, 7.9), ("3.9.0", 96, 8.3), ("3.6.0", 192, 12.0), ("3.9.0", 192, 11.7), ("3.6.0", 128, 6.5)],
-)
-def test_each_triton_has_its_limit_of_slots_on_hopper(version, columns, limit, monkeypatch):
-    monkeypatch.setattr(limits.triton, "__version__", version)
-    report = replace(SOUND, constants=SOUND.constants | {"PADDED": columns})
-    assert limits.broken(replace(report, slots=limit - 0.01)) == []
-    assert "issue slots" in limits.broken(replace(report, slots=limit + 0.01))[0]
-
-
-@pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 16.5), (80, 128, 22.0), (90, 64, 14.0)])
-def test_dropout_has_limits_of_its_own(arch, head_dim, limit):
-    report = replace(with_dropout(head_dim), matrix=EVERY, shared=0)
-    assert limits.broken(replace(report, slots=limit), arch) == []
-    assert "issue slots" in limits.broken(replace(report, slots=limit + 0.1), arch)[0]
-
-
-@pytest.mark.parametrize(("head_dim", "over", "under"), [(64, 6.6, 6.5), (128, 6.6, 6.5), (256, 9.1, 9.0)])
-def test_the_gluon_kernel_has_limits_at_each_head_dim_and_with_each_triton(head_dim, over, under, monkeypatch):
-    monkeypatch.setattr(limits.triton, "__version__", "3.9.0")
-    constants = SOUND.constants | {"PADDED": head_dim}
-    report = replace(SOUND, kernel="gluon_forward_kernel", constants=constants, slots=under)
-    assert limits.broken(report) == []
-    assert len(limits.broken(replace(report, slots=over))) == 1
-    assert len(limits.broken(replace(report, spilled=72))) == 1
-
-
-def test_the_gluon_kernel_is_compiled_for_hopper_alone(monkeypatch, capsys):
-    assert run_here(monkeypatch, "--arch", "80", "--arch", "90", "--case", "gluon, capped 64") is None
-    assert "80,064" not in (out := capsys.readouterr().out)
-    assert "90,064" in out
-
-
-def test_fp32_has_no_limits_but_shared_memory():
-    report = replace(SOUND, dtype="fp32", matrix={}, spilled=3000, slots=None)
-    assert limits.broken(report) == []
-    assert limits.broken(replace(report, shared=300_000))
-
-
 def test_a_limit_that_nothing_was_measured_by_is_named():
     everything = [*limits.LIMITS[90].spill_free, *limits.limited()]
     met = ["forward_kernel", ("forward_kernel", 128, "approx", False, False)]
     assert set(limits.unmet([SOUND])) == {f"no limit was checked of {x}" for x in everything if x not in met}
     assert len(limits.unmet([replace(SOUND, dtype="fp32")])) == len(everything)
-
-
-@pytest.mark.parametrize(
-    ("arch", "shared", "slots"),
-    [(80, 166_912, 15.0), (89, 101_376, 15.0), (90, 232_448, 7.0), (100, 232_448, 7.0), (120, 101_376, 13.0)],
-)
-def test_each_gpu_has_limits_of_its_own(arch, shared, slots, monkeypatch):
-    monkeypatch.setattr(limits.triton, "__version__", "3.9.0")
-    matrix = limits.LIMITS[arch].matrix["forward_kernel"]
-    report = replace(SOUND, shared=shared, slots=slots, matrix={matrix: 64})
-    assert limits.complain(report, arch) == []
-    assert "shared memory" in limits.complain(replace(report, shared=shared + 1), arch)[0]
-    assert "issue slots" in limits.complain(replace(report, slots=slots + 0.1), arch)[0]
-    assert "spilled" in limits.complain(replace(report, spilled=72), arch)[0]
-    assert f"no {matrix}" in limits.complain(replace(report, matrix={}), arch)[0]
-    assert limits.complain(recipe.Failure("forward_kernel", "bf16", "OutOfResources"), arch) == [
-        "forward_kernel (bf16): does not compile: OutOfResources"
-    ]
-
-
-@pytest.mark.parametrize(("arch", "head_dim", "limit"), [(80, 64, 15.5), (90, 128, 12.4), (120, 128, 30.2)])
-def test_gradients_of_keys_have_limits_of_their_own(arch, head_dim, limit):
-    report = replace(of_keys(head_dim), matrix=EVERY, shared=0)
-    assert not limits.broken(replace(report, slots=limit), arch)
-    assert limits.broken(replace(report, slots=limit + 0.1), arch) == [
-        f"{limit + 0.1:.2f} issue slots a score, expected at most {limit}"
-    ]
-    capped = replace(report, constants=report.constants | {"TANH": "approx"}, slots=100.0)
-    assert not limits.broken(capped, arch)
 
 
 def test_the_few_cases_are_checked_by_every_limit_of_other_gpus(monkeypatch):

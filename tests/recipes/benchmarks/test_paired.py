@@ -28,20 +28,6 @@ def test_there_is_no_error_of_one_value_or_of_one_that_is_not_finite(values):
 
 
 @pytest.mark.parametrize(
-    ("mean", "error", "limit", "above"),
-    [
-        (1.0, 0.4, 0.9, True),
-        (1.0, 0.4, 1.0, False),  # not above the limit
-        (1.0, 0.5, 0.0, False),  # not above twice its error
-        (1.0, 0.6, 0.9, False),
-        (-1.0, 0.1, -2.0, False),  # below 0: its error counts on the other side
-    ],
-)
-def test_above_asks_for_the_limit_and_for_twice_the_error(mean, error, limit, above):
-    assert Difference(mean, error).above(limit) is above
-
-
-@pytest.mark.parametrize(
     ("losses", "others", "verdict"),
     [
         ([1.0, 1.1, 0.9], [1.2, 1.29, 1.11], "better"),
@@ -54,12 +40,3 @@ def test_above_asks_for_the_limit_and_for_twice_the_error(mean, error, limit, ab
 )
 def test_the_verdict_on_losses(losses, others, verdict):
     assert Difference.of(losses, others).verdict == verdict
-
-
-def test_it_is_shown_with_its_sign_and_the_digits_asked_for():
-    apart = Difference(0.12345, 0.01234)
-    assert str(apart) == f"{apart}" == "+0.123 ± 0.012"
-    assert f"{apart:.4f}" == "+0.1235 ± 0.0123"
-    assert f"{-apart:.1f}" == "-0.1 ± 0.0"
-    assert str(Difference(NAN, NAN)) == "+nan"
-    assert str(Difference.of([0.5], [0.25])) == "+0.250"

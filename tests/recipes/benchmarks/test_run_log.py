@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from run_log import Runs, thinned
+from run_log import Runs
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_other_settings_are_other_runs(tmp_path):
-    runs = Runs(tmp_path / "runs.jsonl")
-    assert runs.get({"rate": 1}, lambda: {"loss": 1}) == {"loss": 1}
-    assert runs.get({"rate": 2}, lambda: {"loss": 2}) == {"loss": 2}
-    assert Runs(tmp_path / "runs.jsonl").get({"rate": 1}, lambda: {"loss": 3}) == {"loss": 1}
 
 
 def test_two_writers_of_a_log_store_each_run_once(tmp_path):
@@ -47,8 +39,3 @@ def test_a_run_that_fails_does_not_lose_the_others(tmp_path):
     with pytest.raises(ZeroDivisionError):
         runs.run_all([{"x": 0}, {"x": 1}], partial(eval, "{'y': 1 / x}"), jobs=2)
     assert runs.find({"x": 1}) == {"y": 1.0}
-
-
-def test_a_stretch_of_losses_keeps_nan():
-    assert thinned([1.0, 3.0, 2.0, 2.0], 2) == [2.0, 2.0]
-    assert math.isnan(thinned([1.0, 2.0, math.nan, 3.0], 2)[1])
