@@ -30,7 +30,7 @@ from qknorm_tests.doc_examples import make_folder, names
 from qknorm_tests.pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
 
 LANGUAGES = ("python", "bash", "text", "yaml")
-ANYWHERE = ("axolotl", "lm_eval", "mypy", "ruff", "swift")  # commands whose arguments are not checked
+ANYWHERE = ("axolotl", "lm_eval", "mypy", "ruff", "swift", "vllm")  # commands whose arguments are not checked
 PYTHON = all_snippets(WRITTEN, "python")
 SHELL = all_snippets(WRITTEN, "bash")
 CARDS = all_snippets([name for name in NAMES if name.startswith("model_cards/")], "python")

@@ -53,5 +53,5 @@ def predictions(model: Any, prompts: list[list[int]], count: int) -> tuple[list[
 
 def page(title: str, doc: str | None, versions: dict[str, str], lines: list[str], out: Path) -> None:
     """Write a page: the recipe's description, versions and commit, and these lines."""
-    provenance = ", ".join(f"{name} {value}" for name, value in {**versions, **MADE}.items())
-    publish("\n".join([*opening(title, doc, provenance), *lines]), out)
+    served, compared = (", ".join(f"{name} {value}" for name, value in x.items()) for x in (versions, MADE))
+    publish("\n".join([*opening(title, doc, f"Engine: {served}. Compared with: {compared}."), *lines]), out)

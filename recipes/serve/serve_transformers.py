@@ -87,7 +87,7 @@ def main() -> None:
             tokens = tokenizer(prompt, return_tensors="pt")
             new = model.generate(**tokens, max_new_tokens=TOKENS, do_sample=False)[0, tokens["input_ids"].shape[1] :]
             expected.append(tokenizer.decode(new, skip_special_tokens=True))
-        for flags in ((), ("--continuous-batching",)):
+        for flags in ((), ("--continuous-batching", "--cb-max-memory-percent", "0.1")):
             found = served(python, folder, prompts, *flags)
             errors = [text for text in found if text.startswith("error")]
             equal = sum(one == other for one, other in zip(found, expected, strict=True))
