@@ -58,20 +58,6 @@ def test_convert(tmp_path, capsys):
     assert "more than max_loss_increase=-9. A larger knee" in capsys.readouterr().err
 
 
-def test_export_writes_a_model_of_transformers(tmp_path, capsys):
-    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    patch_model(tiny_model("llama"), "qk_norm").save_pretrained(ours)
-    assert cli.main(["export", str(ours), str(theirs)]) == 0
-    assert capsys.readouterr().out.strip().endswith("Qwen3ForCausalLM, which transformers loads without hf_qknorm")
-    assert type(AutoModelForCausalLM.from_pretrained(theirs)).__name__ == "Qwen3ForCausalLM"
-    assert cli.main(["export", str(ours), str(theirs)]) == 1
-    assert "(--overwrite)" in capsys.readouterr().err
-    assert cli.main(["export", str(ours), str(theirs), "--overwrite"]) == 0
-    patch_model(tiny_model("llama"), "qk_norm_cap").save_pretrained(ours)
-    assert cli.main(["export", str(ours), str(tmp_path / "more")]) == 1
-    assert "the cap of 50 would be lost" in capsys.readouterr().err
-
-
 def test_inspect_prints_and_draws(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tokenizer = byte_tokenizer()

@@ -62,14 +62,6 @@ def test_bash_completes_commands_options_values_and_paths(capsys, tmp_path):
         assert sorted(done.stdout.split()) == sorted(expected), words
 
 
-def test_an_unknown_shell_is_a_wrong_argument(capsys):
-    pytest.importorskip("shtab")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--print-completion", "sh"])
-    assert stop.value.code == 2
-    assert "argument --print-completion: invalid choice: 'sh' (choose from bash, zsh, tcsh" in capsys.readouterr().err
-
-
 def test_without_shtab_the_error_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert cli.main(["--print-completion", "bash"]) == 1

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 from pathlib import Path
 
@@ -233,30 +231,6 @@ def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     assert error.rstrip().endswith("--help)")
 
 
-VALUED = ("demo --scheme", "demo --steps", "demo --rate", "convert a b --scheme", "convert a b --method",
-          "convert a b --knee", "convert a b --max-memory", "inspect a --cap")  # fmt: skip
-NAMED = (
-    "",
-    "demo",
-    "demo --data",
-    "convert a",
-    "inspect",
-    "card",
-    "push a",
-    "monitor",
-    "export a",
-    "--print-completion",
-)
-
-
-@pytest.mark.parametrize("word", ["x" * 20_000, "x y " * 5_000, "9" * 20_000, '{"' + "x" * 20_000 + '": 1}'], ids=len)
-@pytest.mark.parametrize(("before", "most"), [*((x, 500) for x in VALUED), *((x, 4_200) for x in NAMED)])
-def test_a_value_of_thousands_of_characters_is_shortened(before, most, word, capsys, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    _, error = refused([*before.split(), word], capsys)
-    assert len(error) < most
-
-
 @pytest.mark.parametrize("command", ["convert", "inspect"])
 def test_a_malformed_token_is_reported_before_any_request(tmp_path, capsys, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
@@ -267,23 +241,7 @@ def test_a_malformed_token_is_reported_before_any_request(tmp_path, capsys, monk
     assert "secret" not in error
 
 
-def test_a_folder_without_write_permission_is_refused(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda place, mode: False)  # the superuser may write anywhere
-    for arguments in (["demo", "--out", str(tmp_path / "out")], ["inspect", "x", "--out", str(tmp_path / "out")]):
-        status, error = refused(arguments, capsys)
-        assert status == 1
-        assert f"{tmp_path} may not be written to: give another folder" in error
-
-
 def test_a_bug_keeps_its_traceback(monkeypatch):
     monkeypatch.setitem(commands.COMMANDS, "schemes", lambda options: {}["no such key"])
     with pytest.raises(KeyError):
         cli.main(["schemes"])
-
-
-def test_a_broken_report_is_named(places, tmp_path, capsys):
-    shutil.copytree(places / "PATCHED", tmp_path / "model")
-    (tmp_path / "model" / "qk_norm_report.json").write_text(json.dumps({"format": 1}))
-    status, error = refused(["card", str(tmp_path / "model")], capsys)
-    assert status == 1
-    assert "qk_norm_report.json" in error

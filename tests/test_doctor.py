@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -17,9 +16,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_qknorm
 from hf_qknorm import cli, doctor
 from hf_qknorm.attend import functions, implementations
-from hf_qknorm.files.cache_folder import folder, make_folder
-from hf_qknorm_command import findings
-from hf_qknorm_command.findings import TESTED, check_version, find_versions
+from hf_qknorm.files.cache_folder import make_folder
+from hf_qknorm_command.findings import TESTED, check_version
 
 TOPICS = (
     "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler", "cache folder",
@@ -55,15 +53,6 @@ def test_the_attention_is_the_one_that_the_package_selects(capsys, monkeypatch, 
     assert f"hf_qknorm attention {found['hf_qknorm']['text']}" in caplog.text  # the log of the attention that ran
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
-def test_the_doctor_tells_that_there_is_no_gpu(capsys):
-    _, found, _ = examined(capsys)
-    assert found["hf_qknorm"]["text"].startswith(("runs its C++ kernels", "runs tiled in PyTorch: "))
-    assert found["hf_qknorm_cpu"]["text"].startswith(("runs hf_qknorm_cpu_", "can't run here: "))
-    assert found["cache folder"]["text"] == f"{folder()}, for compiled kernels and for verdicts on kernels"
-    assert found["first use"]["text"] == "checks the kernels"
-
-
 def test_a_foreign_cache_folder_is_noted(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     make_folder().chmod(0o777)
@@ -74,17 +63,6 @@ def test_a_foreign_cache_folder_is_noted(monkeypatch, tmp_path):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 987654321)  # a container's user, without a home
     assert doctor._cache_folder().text == "not used: Could not determine home directory."
-
-
-def test_each_dtype_and_head_dim_is_reported(monkeypatch):
-    kernels = implementations.Choice(implementations.TRITON, None)
-    wrong = implementations.Choice(implementations.FLEX, "the self-check failed")
-    monkeypatch.setattr(doctor, "_chosen", lambda device, dtype, d: wrong if dtype == torch.bfloat16 else kernels)
-    found = {finding.topic: finding for finding in doctor._attention(torch.device("cpu"))}
-    assert found["hf_qknorm"].text == (
-        "runs its Triton kernels (float32 at head_dim 64, float32 at head_dim 128); "
-        "runs FlexAttention: the self-check failed (bfloat16 at head_dim 64, bfloat16 at head_dim 128)"
-    )
 
 
 CASES = [
@@ -116,32 +94,6 @@ def test_tested_versions_fulfil_the_requirements():
         assert all(needed[name].contains(number) for number in TESTED[name])
 
 
-def test_an_older_installation_and_none_are_noted(monkeypatch):
-    monkeypatch.setattr(findings, "version", lambda name: "0.1.0")
-    first = next(iter(find_versions("0.2.0")))
-    assert first.level == "note"
-    assert first.text.endswith("installed as 0.1.0: install it again, to bring its requirements along")
-
-    def absent(name: str) -> str:
-        raise findings.PackageNotFoundError(name)
-
-    monkeypatch.setattr(findings, "version", absent)
-    first, *others = find_versions("0.2.0")
-    assert first.text.endswith("which is not installed: its requirements are not checked")
-    assert [finding.topic for finding in others] == ["python", "integrations"]
-
-
-def test_versions_are_found_without_torch():
-    code = (
-        "import sys\nfrom hf_qknorm_command.findings import find_versions\n"
-        "print(len(list(find_versions('0.2.0'))), 'torch' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    number, imported = done.stdout.split()
-    assert int(number) > 10
-    assert imported == "False"
-
-
 def test_a_package_that_can_not_be_imported_is_a_problem(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "hf_qknorm.doctor", None)
     monkeypatch.delattr(hf_qknorm, "doctor")
@@ -150,18 +102,6 @@ def test_a_package_that_can_not_be_imported_is_a_problem(capsys, monkeypatch):
     assert found["torch"]["level"] == "ok"
     assert found["import"]["text"].startswith("the package can't be imported: ")
     assert error == "hf-qknorm: the doctor found problems with import\n"
-
-
-def test_a_machine_that_can_not_be_examined_is_a_problem(capsys, monkeypatch):
-    def busy() -> int:
-        raise RuntimeError("all devices are\nbusy")
-
-    monkeypatch.setattr(torch.cuda, "device_count", busy)
-    status, found, error = examined(capsys)
-    assert status == 1
-    assert found["CPU"]["level"] == "ok"
-    assert found["machine"]["text"] == "the examination failed: RuntimeError: all devices are busy"
-    assert error == "hf-qknorm: the doctor found problems with machine\n"
 
 
 def test_wrong_numbers_and_failures_are_problems(capsys, monkeypatch):

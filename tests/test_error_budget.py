@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from qknorm_tests.error_budget import assert_within_budget, verdict
+from qknorm_tests.error_budget import assert_within_budget
 
 EPS = torch.finfo(torch.float32).eps
 ROWS = (2, 50, 3, 16)  # the terms of a gain's gradient
@@ -46,13 +46,6 @@ def test_a_lost_tile_is_over_the_budget_of_a_sum(shape: tuple[int, ...], mean: f
         other[:, 32:48] = 0.0
         with pytest.raises(AssertionError, match=r"gain: relative error .* is over the budget"):
             assert_within_budget(summed(other, shape), exact, eager, "gain")
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_factor_of_a_thousandth_is_over_the_budget_of_a_sum(shape: tuple[int, ...]) -> None:
-    for seed in DRAWS:
-        exact, eager, other = draw(seed)
-        assert not verdict(summed(1.001 * other, shape), exact, eager).passed
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -13,7 +13,6 @@ import yaml
 from test_layers import MODULES, imports
 
 import hf_qknorm as qk
-from hf_qknorm.attend.functions import CAP_BACKENDS
 from qknorm_tests.pages import NAMES, PAGES, ROOT, WRITTEN, anchors, code_files, links, named_code, prose_of, text_of
 
 ARCHITECTURE = "hf_qknorm/README.md"
@@ -172,10 +171,3 @@ def rows(page: str) -> list[str]:
 
 def test_the_readme_has_a_row_for_every_scheme():
     assert sorted(rows("README.md")) == sorted(qk.SCHEMES)
-
-
-def test_the_page_of_backends_names_every_backend_that_caps():
-    page = text_of("hf_qknorm/attend/README.md")
-    flash = page.partition("flash_attention_")[2]
-    for backend in CAP_BACKENDS:
-        assert f"`{backend}`" in page or backend.removeprefix("flash_attention_") in flash.partition("`")[0]

@@ -68,32 +68,6 @@ def test_deepcopy_and_pickle(model_type, preset):
     assert len(patched_layers(model)) == 2
 
 
-@torch.no_grad()
-def test_knees_are_copied_pickled_and_removed():
-    base, batch = sharp_model("llama"), make_batch("left")
-    expected, before = base(**batch).logits, fingerprint(base)
-    model = randomise(patch_model(base, Scheme(q="rms", k="l2", knee=4.0)))
-    patched = model(**batch).logits
-    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert str(copied) == str(model)
-        assert torch.equal(copied(**batch).logits, patched)
-        own = next(iter(patched_layers(copied).values())).q_norm
-        own.set_knee(4.0, 2 * own.mean_power())
-        assert not torch.equal(copied(**batch).logits, patched), "its knees are its own"
-    with as_unpatched(model):
-        assert torch.equal(model(**batch).logits, expected)
-    assert torch.equal(model(**batch).logits, patched)
-    unpatch_model(model)
-    assert torch.equal(model(**batch).logits, expected)
-    assert fingerprint(model) == before
-    patch_model(model, Scheme(q="rms", k="rms"))
-    assert not [name for name in model.state_dict() if name.endswith(".eps")]
-    patch_model(unpatch_model(model), Scheme(q="rms", k="rms", knee=2.0))
-    assert {float(eps) for name, eps in model.state_dict().items() if name.endswith(".eps")} == {
-        float(torch.tensor(2.000001))
-    }
-
-
 @pytest.mark.costly
 def test_a_pickle_loads_in_a_new_process(tmp_path):
     models = [randomise(patch_model(sharp_model(model_type), "soft_cap")) for model_type in ("gpt2", "llama")]

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import AUTO_CLASSES
-from hf_qknorm.standalone.generate import standalone_code
 from qknorm_tests.tables import make_batch, randomise
 from qknorm_tests.tiny import TINY, tiny_config
 
@@ -81,8 +80,3 @@ def test_the_table_is_that_of_transformers() -> None:
     """Classes that a hand-written list once missed, and a composite model that belongs to no family."""
     assert {"AutoModelForPreTraining", "AutoModelForTextEncoding", "AutoModelForNextSentencePrediction"} <= set(FEW)
     assert "AutoModelForDecision" not in AUTO_CLASSES
-
-
-def test_the_stand_alone_code_has_every_class_once() -> None:
-    code = standalone_code("gpt2")
-    assert code.count("QKNormGPT2LMHeadModel = derived_model(") == 1  # of two Auto classes

@@ -41,10 +41,3 @@ def test_the_example_adds_a_family():
         assert_identical(step(patched, make_batch(kind)), step(original, make_batch(kind)))
     normed = step(patch_model(unpatch_model(patched), "qk_norm_cap"), make_batch("left"))
     assert all(normed[name].abs().max() > 0 for name in normed if name.endswith(("q_norm.weight", "k_norm.weight")))
-
-
-def test_the_fields_that_it_names_are_there():
-    text = PAGE.read_text(encoding="utf-8")
-    for field in ("norm", "pre_norm", "own_norms", "rope", "causal", "slides"):
-        assert f"`{field}`" in text
-        assert field in families.Family.__dataclass_fields__

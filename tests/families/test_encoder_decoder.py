@@ -148,19 +148,6 @@ def test_backends_agree(model_type):
         unpatch_model(model)
 
 
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_repeats_dropout(model_type, reentrant):
-    """The two runs of a layer take the same backend, one of them without gradients."""
-    model = patch_model(made(model_type), Scheme(q="rms", k="rms", softcap=2.0))
-    expected = step(model, batch_for(model_type))
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    result = step(model, batch_for(model_type))
-    assert result.keys() == expected.keys()
-    for name in result:
-        assert_near(result[name], expected[name], TOLERANCE, name)
-
-
 @torch.no_grad()
 def test_trocr_is_patched_in_a_model_with_an_image_encoder(tmp_path):
     def made() -> PreTrainedModel:
@@ -215,7 +202,3 @@ def test_a_decoder_alone_is_calibrated_without_its_cross_attention(tmp_path):
     assert list(report.layers) == [f"model.decoder.layers.{i}.self_attn" for i in range(2)]
     gains = {name: norm.weight for name, norm in model.named_modules() if name.endswith(("q_norm", "k_norm"))}
     assert all(("self_attn" in name) == bool((gain != 1).any()) for name, gain in gains.items())
-
-
-def test_it_is_causal_as_a_decoder_alone(model_type):
-    assert not FAMILIES[model_type].is_causal(made(model_type).config)

@@ -12,7 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_qknorm import FAMILIES, patch_model, unpatch_model
+from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.families import BY_TOWER, REFUSED, family_of
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.tables import assert_identical, fingerprint, make_batch, step
@@ -91,15 +91,6 @@ def test_none_changes_nothing_in_a_tower(model_type):
     original, patched = with_tower(model_type), patch_model(with_tower(model_type), "none")
     assert patched_layers(patched)
     assert_identical(step(patched, make_batch("left")), step(original, make_batch("left")))
-
-
-@pytest.mark.parametrize("model_type", KNOWN_TOWERS)
-def test_the_text_tower_of_multimodal_models_is_patched(model_type):
-    model = with_tower(model_type)
-    before = fingerprint(model)
-    assert patched_layers(patch_model(model, "soft_cap"))
-    assert fingerprint(model) != before
-    assert fingerprint(unpatch_model(model)) == before
 
 
 def test_every_causal_language_model_is_known():

@@ -25,15 +25,6 @@ def test_kernels_get_no_heads_of_a_model_with_a_position_bias():
     assert not [name for name, family in FAMILIES.items() if family.style.bias is not None and family.rope is not None]
 
 
-def test_rows_of_some_families():
-    rows = {name: rest for name, *rest in table.rows()}
-    assert rows["llama"] == ["separate", "rms", "-", "all"]
-    assert rows["gemma2"] == ["separate", "rms", "a cap", "all"]
-    assert rows["qwen3"] == ["normed", "rms", "norms on q and k", "a cap"]
-    assert rows["cohere"] == ["normed", "layer", "norms on q and k (use_qk_norm)", "all but qkv_norm"]
-    assert rows["deepseek_v3"] == ["latent", "rms", "a latent cache", "all but qkv_norm, henry, lp"]
-
-
 def test_the_page_is_up_to_date():
     page = table.PAGE.read_text(encoding="utf-8")
     assert page == table.markdown(), "run python -m hf_qknorm.families.table"

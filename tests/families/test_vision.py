@@ -21,7 +21,6 @@ from hf_qknorm import (
     Scheme,
     add_standalone,
     calibrate,
-    convert_checkpoint,
     inspect_model,
     patch_model,
     unpatch_model,
@@ -179,14 +178,6 @@ def test_methods_that_need_next_token_loss_refuse_encoders(case):
         calibrate(model, data, method="moments")
 
 
-def test_an_encoder_decoder_is_not_calibrated():
-    model = transformers.BartForConditionalGeneration(tiny_config("bart", is_encoder_decoder=True))
-    with pytest.raises(
-        ValueError, match=r"bart has bidirectional attention .* patch it with patch_model, and train it"
-    ):
-        calibrate(patch_model(model, "qk_norm"), [torch.arange(3, 35)[None]], knee=1.0)
-
-
 def test_a_masked_language_model_is_calibrated_on_its_masked_tokens():
     torch.manual_seed(0)
     config = tiny_config("bert", is_decoder=False, initializer_range=0.3)
@@ -206,27 +197,6 @@ def test_a_masked_language_model_is_calibrated_on_its_masked_tokens():
     assert report.chosen.kl < report.ones.kl / 2
     assert calibrate(model, data).scheme.knee > 0  # it searches for a knee
     assert unpatched != fresh
-
-
-@pytest.mark.parametrize("name", ["bert", "clip_vision_model"])
-@torch.no_grad()
-def test_a_converted_checkpoint_is_the_patched_model(name, tmp_path):
-    """The weights stream through under the names of whatever head the model has."""
-    model, batch = made(name), batches(name)[-1]
-    model.save_pretrained(tmp_path / "base")
-    convert_checkpoint(tmp_path / "base", tmp_path / "out", "qk_norm_cap")
-    again = auto_of(name).from_pretrained(tmp_path / "out")
-    assert torch.equal(seen(again, batch), seen(patch_model(model, "qk_norm_cap"), batch))
-
-
-def test_weights_under_older_names_are_not_streamed(tmp_path):
-    """transformers stores a ViT's layers under other names than they have in memory."""
-    made("vit").save_pretrained(tmp_path / "base")
-    with pytest.raises(
-        ValueError, match="is not stored under that name: .*Load the model, and call patch_model and save_pretrained"
-    ):
-        convert_checkpoint(tmp_path / "base", tmp_path / "out", "qk_norm_cap")
-    assert not (tmp_path / "out").exists()
 
 
 ALONE = """

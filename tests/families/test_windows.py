@@ -111,16 +111,3 @@ def test_a_window_of_an_unpatched_model(model_type):
     for backend in BACKENDS:
         model.set_attn_implementation(backend)
         torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4, msg=backend)
-
-
-@torch.no_grad()
-def test_a_window_that_changes_after_the_model_is_built():
-    """Masks and the layers' window follow the config's current value."""
-    tokens = torch.arange(3, 3 + LENGTH)[None]
-    model = eager("qwen2", {})
-    before = model(input_ids=tokens).logits
-    model.config.sliding_window = 4
-    expected = model(input_ids=tokens).logits
-    assert not torch.equal(before, expected)
-    patch_model(model, "none", attn_implementation="hf_qknorm")
-    torch.testing.assert_close(model(input_ids=tokens).logits, expected, rtol=1e-4, atol=1e-4)

@@ -16,6 +16,7 @@ from hf_qknorm.hooks.install import after_import, wrap
 from hf_qknorm.hooks.table import HOOKS, install_hooks
 from qknorm_tests.children import child
 from qknorm_tests.pages import ROOT, text_of
+from qknorm_tests.slow import slow_but
 
 PAGE = text_of("hf_qknorm/hooks/README.md")
 ROWS = re.findall(r"^\| `([\w.]+)` \| (.+) \| (\S+) \| `(\w+)` in `([\w/.]+)` \|$", PAGE, re.MULTILINE)
@@ -44,6 +45,7 @@ print(sum(hasattr(function, "hf_qknorm_hook") for function in functions))
 print("qknorm_llama" in peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
 print("qknorm_llama" in transformers.CONFIG_MAPPING, "hf_qknorm" in AttentionInterface())
 """
+PRINTED = [("0", "0\nFalse\nTrue True\n"), ("1", "3\nTrue\nTrue True\n")]
 
 
 def test_the_page_has_a_row_for_each_hook():
@@ -90,7 +92,7 @@ def test_a_hook_fits_the_library_that_is_installed(hook):
             assert value.hf_qknorm_hook is hook.function
 
 
-@pytest.mark.parametrize(("value", "left"), [("1", "3\nTrue\nTrue True\n"), ("0", "0\nFalse\nTrue True\n")])
+@pytest.mark.parametrize(("value", "left"), slow_but(PRINTED[:1], PRINTED))
 def test_the_variable_leaves_what_patched_models_need(value, left, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_QKNORM_HOOKS", value)
     assert child(LEFT, home=tmp_path) == left

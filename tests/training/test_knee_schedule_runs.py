@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
 from hf_qknorm import KneeSchedule
-from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
-from qknorm_tests.kneed import KNEE, kneed, logits, plain, without_gain, wrapped
+from hf_qknorm.model.knees import NO_NORM, knee_of
+from qknorm_tests.kneed import kneed, plain, without_gain, wrapped
 from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
@@ -59,25 +57,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, way, stop, tmp_path)
         assert_equal_weights(resumed, whole)
 
 
-@pytest.mark.parametrize("options", [{"share": 0.25}, {"steps": 25}])
-def test_a_schedule_begins_behind_a_part_of_the_run(options):
-    schedule = KneeSchedule(target=math.inf, after=0.75, **options)
-    knees = [schedule.at(step, 100, 3.0) for step in (0, 75, 76, 88, 99, 100)]
-    assert knees[:2] == [3.0, 3.0]
-    assert knees[-1] == NO_NORM
-    assert knees == sorted(knees)
-    assert 3 <= knees[2] < knees[3] < knees[4] < NO_NORM
-
-
-def test_a_checkpoint_during_the_schedule_loads_unchanged(tmp_path):
-    model = kneed()
-    run(model, tmp_path, KneeSchedule(share=1.0, target=1.0), StopAt(4)).train()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-4")
-    assert 1 < knee_of(loaded) == knee_of(model) < KNEE
-    assert torch.equal(logits(loaded.eval()), logits(model.eval()))
-    assert powers_of(loaded) == pytest.approx(powers_of(kneed()))
-
-
 def test_refused_settings():
     with pytest.raises(ValueError, match=r"share=0 of the run: expected more than 0"):
         KneeSchedule(share=0)
@@ -103,12 +82,6 @@ def test_runs_that_are_refused_at_their_beginning(make, best, message, tmp_path)
     made.args.load_best_model_at_end = best
     with pytest.raises(ValueError, match=message):
         made.train()
-
-
-def test_deepspeed_is_refused():
-    arguments: Any = SimpleNamespace(deepspeed_plugin=object(), load_best_model_at_end=False)
-    with pytest.raises(ValueError, match="DeepSpeed steps copies of the weights in fp32.* use DDP or FSDP 2"):
-        KneeSchedule().on_train_begin(arguments, SimpleNamespace(global_step=0), None, model=kneed())  # type: ignore[arg-type]
 
 
 def test_a_checkpoint_without_the_schedules_state_is_refused(tmp_path):

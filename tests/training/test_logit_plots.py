@@ -12,7 +12,7 @@ from matplotlib.image import imread
 
 from hf_qknorm.reports.records import LayerStatistics
 from hf_qknorm.training.logit_log import LogitSample
-from hf_qknorm.training.logit_plots import DRAWN, WORST, draw_log
+from hf_qknorm.training.logit_plots import WORST, draw_log
 from qknorm_tests.covering import covering
 
 
@@ -59,15 +59,6 @@ def test_any_log_can_be_drawn(tmp_path, shape, size):
     assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
 
 
-def test_maps_show_each_layers_worst_head(monkeypatch, tmp_path):
-    found = samples(12, 3, 4)
-    left, right, *_ = drawn(monkeypatch, tmp_path, found).axes
-    for axes, field, worst in ((left, "max_logit", max), (right, "entropy", min)):
-        shown = axes.images[0].get_array().tolist()
-        assert shown == [[worst(getattr(s.layers[name], field)) for s in found] for name in found[0].layers]
-    assert [text.get_text() for text in left.get_xticklabels()][:2] == ["0", "20"]
-
-
 def test_curves_are_those_of_the_worst_heads(monkeypatch, tmp_path):
     found = samples(12, 3, 4)
     _, _, logits, entropies, *_ = drawn(monkeypatch, tmp_path, found).axes
@@ -78,14 +69,6 @@ def test_curves_are_those_of_the_worst_heads(monkeypatch, tmp_path):
     assert list(first[0].get_ydata()) == [s.layers[layer].max_logit[head] for s in found]
     least = min(min(line.get_ydata()) for line in entropies.lines)
     assert least == min(s.sharpest()[2] for s in found)
-
-
-def test_columns_of_long_logs_show_the_worst_of_several_samples(monkeypatch, tmp_path):
-    found = samples(3 * DRAWN, 1, 1)
-    left, *_ = drawn(monkeypatch, tmp_path, found).axes
-    (row,) = left.images[0].get_array().tolist()
-    values = [s.layers["layers.0"].max_logit[0] for s in found]
-    assert row == [max(values[i : i + 3]) for i in range(0, len(values), 3)]
 
 
 def test_each_layer_has_a_curve_of_its_outputs(monkeypatch, tmp_path):
@@ -99,8 +82,3 @@ def test_each_layer_has_a_curve_of_its_outputs(monkeypatch, tmp_path):
     assert math.isnan(mlp.lines[0].get_ydata()[2])
     assert list(qkv.lines[0].get_ydata()) == [1.0] * 5
     assert out.get_yscale() == "log"
-
-
-def test_an_empty_log_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="holds no sample yet"):
-        draw_log([], tmp_path / "map.png")

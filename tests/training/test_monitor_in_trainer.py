@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 import torch
@@ -131,12 +130,3 @@ def test_a_resumed_run_continues_the_log(tmp_path):
     with pytest.raises(FileExistsError, match="holds samples of another run, from step 3 on"):
         trained(tmp_path / "new", LogitMonitor(every=3, path=parts))[0].train()
     assert parts.read_text() == before
-
-
-def test_report_to_without_attach_warns(tmp_path, caplog, monkeypatch):
-    monitor = LogitMonitor(every=3)
-    run, _ = trained(tmp_path, monitor, attach=False, max_steps=1)
-    monkeypatch.setattr(run.args, "report_to", ["tensorboard"])
-    with caplog.at_level(logging.WARNING):
-        run.callback_handler.on_train_begin(run.args, run.state, run.control)
-    assert "['tensorboard'] get no numbers from LogitMonitor: use LogitMonitor(...).attach(trainer)" in caplog.text

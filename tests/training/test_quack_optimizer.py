@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -35,63 +34,6 @@ def test_training_from_a_saved_state_equals_uninterrupted_training(tmp_path, mod
     without = OPTIMISERS["adamw"](sharp_model(model_type).parameters())
     without.load_state_dict(optimizer.optimizer.state_dict())  # the wrapped optimiser's state has no initial norms
     assert all(not str(key).startswith("quack") for entry in optimizer.state.values() for key in entry)
-
-
-def test_a_state_without_initial_norms_measures_them_anew():
-    model = sharp_model("llama")
-    plain = OPTIMISERS["adamw"](model.parameters())
-    train(model, plain, steps=2)
-    optimizer = QuacK(OPTIMISERS["adamw"](model.parameters()), model)
-    optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))  # torch's optimisers keep references to a loaded state
-    other = copy.deepcopy(model)
-    continued = OPTIMISERS["adamw"](other.parameters())
-    continued.load_state_dict(copy.deepcopy(plain.state_dict()))
-    train(model, optimizer, steps=1)
-    train(other, continued, steps=1)
-    assert_same(model, other)
-
-
-def test_a_state_of_0_1_0_goes_on_at_its_rates():
-    """Its initial norms are those of weights alone, under other names."""
-    model = sharp_model("qwen2")
-    optimizer = QuacK(OPTIMISERS["adamw"](model.parameters()), model)
-    projections = [part.projection for parts in optimizer.layers.values() for part in parts.values()]
-    norms = [[p.weight.detach().view(-1, 16, 64).norm(dim=(1, 2)) for p in projections]]
-    train(model, optimizer, steps=2)
-    norms.append([p.weight.detach().view(-1, 16, 64).norm(dim=(1, 2)) for p in projections])
-    state = copy.deepcopy(optimizer.optimizer.state_dict())
-    indices = {id(p): n for n, p in enumerate(model.parameters())}
-    for projection, name, norm in zip(projections, "qkqk", norms[0], strict=True):
-        state["state"][indices[id(projection.weight)]][f"quack_{name}"] = norm
-    resumed = QuacK(OPTIMISERS["adamw"](model.parameters()), model, tau=0.5)
-    resumed.load_state_dict(state)
-    assert all(not str(key).startswith("quack") for entry in resumed.state.values() for key in entry)
-    unchanged = resumed.state_dict()["state"][indices[id(projections[0].weight)]]  # before a step
-    assert torch.equal(unchanged["quack_q"], norms[0][0])
-    scales = {id(p): scale for p, scale in resumed._scales()}
-    for place, (projection, now) in enumerate(zip(projections, norms[1], strict=True)):
-        other = place + 1 if place % 2 == 0 else place - 1
-        ratio = norms[0][other] / norms[1][other]
-        if place % 2:  # keys, by the largest of two queries
-            ratio = norms[0][other].view(2, 2).amax(1) / norms[1][other].view(2, 2).amax(1)
-        expected = 0.5 * ratio.repeat_interleave(16 * len(now) // len(ratio))
-        for p in (projection.weight, projection.bias):
-            torch.testing.assert_close(scales[id(p)].flatten(), expected)
-    assert max(float((a / b - 1).abs().max()) for a, b in zip(*norms, strict=True)) > 0.1
-    (name,) = (n for n in resumed.state_dict()["state"][indices[id(projections[0].weight)]] if "quack" in str(n))
-    assert name == "quack_rate_q"
-
-
-def test_copies_and_pickles_with_the_model():
-    model = sharp_model("llama")
-    optimizer = QuacK(OPTIMISERS["adamw"](model.parameters()), model)
-    train(model, optimizer, steps=2)
-    copied, again = copy.deepcopy((model, optimizer))
-    pickled, from_pickle = pickle.loads(pickle.dumps((model, optimizer)))
-    for m, o in ((model, optimizer), (copied, again), (pickled, from_pickle)):
-        train(m, o, steps=2)
-    assert_same(copied, model)
-    assert_same(pickled, model)
 
 
 def test_schedulers_scalers_closures_and_hooks():
@@ -133,20 +75,6 @@ def test_a_step_that_the_scaler_skips_changes_nothing():
     (scaler.scale(model(**make_batch("plain")).loss) * torch.inf).backward()
     scaler.step(optimizer)
     assert_same(model, before)
-
-
-def test_parameters_may_be_added():
-    model, plain = sharp_model("llama"), sharp_model("llama")
-    for m in (model, plain):
-        q = [p for name, p in m.named_parameters() if "q_proj" in name]
-        rest = [p for name, p in m.named_parameters() if "q_proj" not in name]
-        optimizer = QuacK(torch.optim.SGD(rest, 0.5), m)
-        if m is model:
-            optimizer.add_param_group({"params": q})
-        else:
-            optimizer = QuacK(torch.optim.SGD([{"params": rest}, {"params": q}], 0.5), m)
-        train(m, optimizer)
-    assert_same(model, plain)
 
 
 class Stop(TrainerCallback):
@@ -240,16 +168,6 @@ def test_attached_to_a_trainer_it_wraps_the_optimiser_of_the_arguments(tmp_path,
     assert any(True for _ in moved)
     trainer.train()  # again, with the same optimiser
     assert trainer.optimizer.optimizer is optimizer or trainer.optimizer.optimizer.optimizer is optimizer
-
-
-def test_attached_it_trains_as_given_to_the_trainer(tmp_path):
-    models = [tiny_model("llama") for _ in range(3)]
-    QuacK.attach(trainer_of(models[0], tmp_path, optim="sgd", learning_rate=0.5), tau=0.5).train()
-    optimizers = [torch.optim.SGD(model.parameters(), 0.5) for model in models[1:]]
-    QuacK.attach(trainer_of(models[1], tmp_path, (optimizers[0], None)), tau=0.5).train()
-    trainer_of(models[2], tmp_path, (QuacK(optimizers[1], models[2], tau=0.5), None)).train()
-    for model in models[1:]:
-        assert_same(model, models[0])
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name

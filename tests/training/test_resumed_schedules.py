@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import gc
-import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 
-from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, patch_model, set_blend, set_cap, set_knee
-from hf_qknorm.model.knees import knee_of
-from hf_qknorm.training import schedule
-from qknorm_tests.kneed import kneed, wrapped
-from qknorm_tests.schedule_runs import CASES, LONGER, Record, Runs, SaveAt, monotonic, near
-from qknorm_tests.short_runs import StopAt
-from qknorm_tests.tiny import tiny_model
+from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, set_cap
+from qknorm_tests.schedule_runs import CASES, LONGER, Runs, SaveAt, monotonic, near
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
@@ -57,46 +50,11 @@ def test_a_longer_run_keeps_the_length(runs, stop, loaded, caplog):
     assert ("from step 4 on" if stop == 3 else "stays at") in caplog.text
 
 
-@pytest.mark.parametrize("stop", [3, 6])
-def test_restored_callbacks_keep_the_length(runs, stop):
-    runs.until(stop)
-    options = LONGER | {"restore_callback_states_from_checkpoint": True}
-    # the Trainer restores the arguments too
-    assert runs(resume=stop, options=options, share=1.0) == near(runs.way[stop:] + runs.way[-1:] * 4)
-
-
 def test_a_run_that_is_resumed_twice(runs):
     runs.until(2)
     assert runs(None, SaveAt(3), resume=2, options=LONGER) == near(runs.way[2:3])
     assert runs(None, SaveAt(6), resume=3, options={"max_steps": 6}) == near(runs.way[3:6])
     assert runs(resume=6, options={"max_steps": 20}) == near(runs.way[-1:] * 14)
-
-
-def test_a_shorter_run_keeps_the_length_and_warns(runs, caplog):
-    runs.until(2)
-    assert runs(resume=2, options={"max_steps": 3}) == near(runs.way[2:3])
-    assert "from step 4 on, after this run's last step, 3; `steps` sets another length" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        ({"max_steps": -1, "num_train_epochs": 2}, {"max_steps": -1, "num_train_epochs": 3}),
-        ({"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": 2, **LONGER}),
-    ],
-)
-def test_epochs_and_accumulated_gradients(blends, first, then):
-    blends.until(3, **first)
-    assert blends(resume=3, options=then) == near(blends.way[3:] + [1.0] * 4)
-
-
-def test_an_unchanged_run_logs_no_warning(runs, caplog):
-    runs.until(3)
-    caplog.set_level(logging.INFO, "hf_qknorm")
-    assert runs(resume=3) == near(runs.way[3:])
-    ours = [record for record in caplog.records if record.name == schedule.__name__]
-    assert [record.levelno for record in ours] == [logging.INFO]
-    assert f"{runs.name} continues: the " in ours[0].message
 
 
 @pytest.mark.parametrize(
@@ -136,62 +94,6 @@ def test_older_checkpoints(runs, stop, loaded, caplog):
     assert monotonic(runs, seen)
     assert seen[-1] == runs.way[-1]
     assert f"{runs.name} finds no length in the checkpoint and takes this run's: the " in caplog.text
-
-
-class EndByHand(TrainerCallback):
-    def __init__(self, step: int, end: Callable[[Any], None]) -> None:
-        self.step, self.end = step, end
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.end(kwargs["model"])
-
-
-def test_a_number_that_is_moved_by_hand_does_not_fall_back(blends, knees):
-    assert blends(None, EndByHand(2, lambda model: set_blend(model, 1.0))) == near([0, 0.25, 0.5] + [1.0] * 5)
-    assert knees(None, EndByHand(1, lambda model: set_knee(model, 0.5)))[2:] == near([0.5, 0.25, 0, 0, 0, 0])
-    assert knees(None, EndByHand(1, lambda model: set_knee(model, 0.0)), StopAt(3))[2:] == [0.0]
-
-
-def test_a_knee_that_was_ended_in_the_checkpoint_by_hand(knees, caplog):
-    knees.until(2)
-    model = knees.loaded(2)
-    set_knee(model, 0.0)
-    model.save_pretrained(knees.checkpoint(2))
-    assert knees(knees.loaded(2), resume=2, options=LONGER) == [0.0] * 10
-
-
-def test_a_new_run_starts_from_the_number_of_its_model(runs, tmp_path):
-    runs.until(2)
-    seen = runs(runs.loaded(2))
-    assert seen[:1] == near(runs.way[2:3])
-    assert monotonic(runs, seen)
-    assert seen[4:] == near(runs.way[4:])
-
-
-def test_a_blend_and_a_knee(blends):
-    blends.make = kneed
-    knees = Record(knee_of)
-    assert blends(None, KneeSchedule(share=0.25), knees, SaveAt(3)) == near(blends.way[:3])
-    blends(None, KneeSchedule(share=0.25), knees, resume=3, options=LONGER)
-    assert knees.seen == near([4.0, 1.0] + [0.0] * 10)
-
-
-def test_a_blend_under_an_adapter(blends):
-    blends.make = lambda: wrapped(patch_model(tiny_model("llama"), "qk_norm"))
-    blends.until(3)
-    assert blends(None, SaveAt(6), resume=3, options=LONGER) == near(blends.way[3:6])
-    assert blends(resume=6, options=LONGER) == [1.0] * 6
-
-
-def test_an_older_adapter(blends):
-    blends.make = lambda: wrapped(patch_model(tiny_model("llama"), "qk_norm"))
-    blends.until(3)
-    blends.as_older_version(3)
-    with pytest.raises(ValueError, match="no state of a BlendSchedule, and neither its weights nor the model tell"):
-        blends(resume=3)
-    set_blend(model := blends.make(), 0.75)
-    assert blends(model, resume=3) == near(blends.way[3:])
 
 
 def test_two_schedules_of_one_number_are_refused(blends):
