@@ -35,7 +35,8 @@ from hf_qknorm.measure.predictions import (
     output_error,
     predictions,
 )
-from hf_qknorm.measure.text import batches_for, check_batches, context_length, divided, longest_sequence
+from hf_qknorm.measure.regroup import divided
+from hf_qknorm.measure.text import batches_for, check_batches, context_length, longest_sequence
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee

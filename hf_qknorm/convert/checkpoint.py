@@ -32,7 +32,8 @@ from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, REPORT
 from hf_qknorm.files.paths import check_space, user_path
 from hf_qknorm.hub.card import write_card
-from hf_qknorm.measure.text import as_batches, check_batches, check_text, longest_sequence, regrouped, sequence_length
+from hf_qknorm.measure.regroup import regrouped
+from hf_qknorm.measure.text import as_batches, check_batches, check_text, longest_sequence, sequence_length
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.record import own_tensors, sample_all
 from hf_qknorm.patch import patch_model

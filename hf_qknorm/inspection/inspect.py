@@ -24,6 +24,7 @@ from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
+from hf_qknorm.measure.regroup import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
@@ -68,7 +69,7 @@ def inspect_model(
         with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
             found = _measure(model, names, batches, cap, compared=not unpatched)
         if unpatched and found.base is not None:
-            _, judged = text.divided(batches)
+            _, judged = divided(batches)
             kept: list[ModelOutput] = []  # of the unpatched model
             found = replace(found, trials=_scheme_trials(model, judged, found, kept, found.base.loss))
             found = replace(found, knees=_knee_trials(model, judged, found, kept))

@@ -13,7 +13,7 @@ from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.measure.bounds import logit_bound
 from hf_qknorm.measure.predictions import evaluate
-from hf_qknorm.measure.text import divided
+from hf_qknorm.measure.regroup import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.tiny import tiny_model

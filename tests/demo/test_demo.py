@@ -125,6 +125,7 @@ def test_a_demo_that_is_interrupted_before_its_conversion_changes_nothing(here, 
     monkeypatch.undo()
 
 
+@pytest.mark.costly
 def test_a_checkpoint_is_converted_and_not_trained(here, capsys):
     tiny_model("llama", vocab_size=257, max_position_embeddings=512, initializer_range=0.5).save_pretrained("source")
     byte_tokenizer().save_pretrained("source")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.measure.text import as_batches, divided, load_text, tokenize
+from hf_qknorm.measure.text import as_batches, load_text, tokenize
 
 
 def test_text_from_a_file_and_from_a_folder(tmp_path):
@@ -133,16 +133,3 @@ def test_a_tokenizer_that_returns_no_tokens_is_named():
 
     with pytest.raises(ValueError, match="function: the tokenizer gives no tokens for 4 characters"):
         tokenize(nothing, "text")
-
-
-@pytest.mark.parametrize(
-    ("sequences", "least", "most", "judging"),
-    [(1, 4, 9, 1), (3, 4, 9, 1), (8, 1, None, 1), (8, 4, 9, 4), (24, 1, None, 3), (200, 4, 9, 9), (200, 4, 99, 25)],
-)
-def test_an_eighth_of_the_sequences_judges(sequences, least, most, judging):
-    ids = torch.arange(2 * sequences).view(-1, 2)
-    others, judged = divided([{"input_ids": x} for x in torch.split(ids, 5)], least, most)
-    seen = [torch.cat([batch["input_ids"] for batch in part]) if part else ids[:0] for part in (others, judged)]
-    assert len(seen[1]) == judging
-    assert torch.equal(torch.cat(seen).sort(0).values, ids)
-    assert max(len(batch["input_ids"]) for batch in judged) <= 5

@@ -93,7 +93,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, cases: dict) -> set[tuple[str, tor
         recipe.attention,
         recipe.decode_step.norm_rope,
         recipe.attention.attention_decode,
-        recipe.attention.parts,
+        recipe.attention.shared_blocks,
     ):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: found.add((kernel.__name__, case.dtype)))
     for case in cases.values():
