@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import Calibration, cli, convert_checkpoint, export_native, plan_conversion
-from hf_qknorm.convert.remeasure import remeasure
+from hf_qknorm import Calibration, cli, convert_checkpoint, export_native, patch_model, plan_conversion
+from hf_qknorm.convert.remeasure import remeasure, remeasure_checkpoint
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT
 from hf_qknorm.hub.card import render_card
@@ -150,3 +150,16 @@ def test_a_model_in_memory_is_measured_as_it_is(source, tmp_path):
     assert report.loss == pytest.approx((expected + second) / 2, rel=1e-5)
     model.save_pretrained(tmp_path / "saved")
     assert Calibration.load(tmp_path / "saved" / REPORT) == report
+
+
+def test_measurements_are_refused_before_weights_are_read(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_qknorm.measure.measured_checkpoint.load_causal", None)
+    corpus = tmp_path / "corpus.txt"
+    corpus.write_text(TEXT)
+    with pytest.raises(ValueError, match="holds a plain llama: convert it first"):
+        remeasure_checkpoint(source, str(corpus))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
+        remeasure(tiny_model("llama"), [TEXT])
+    patch_model(tiny_model("llama", vocab_size=300), "qk_norm").save_pretrained(tmp_path / "bare")
+    with pytest.raises(FileNotFoundError, match="bare has no tokenizer"):
+        remeasure_checkpoint(tmp_path / "bare", str(corpus))

@@ -106,3 +106,12 @@ def test_a_hub_that_can_not_be_reached(hub, out, waits):
     with pytest.raises(ConnectionError, match="^me/tiny: no connection to the Hub .*Check the network"):
         push_to_hub(out, "me/tiny")
     assert waits == [1, 2]
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_hub_that_stays_down_is_one_line(hub, out, waits, request_):
+    hub.faults.append(Fault(request_, times=1000, status=503))
+    with pytest.raises(OSError, match="^me/tiny: (the Hub answered 503 a fault: try again later|the upload failed)"):
+        push_to_hub(out, "me/tiny")
+    assert sum(waits) < 120
+    assert hub.commits("me/tiny") == []
