@@ -86,7 +86,7 @@ def check_checkpoint(folder: Path, report: dict) -> None:
 @pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
     """Ctrl-C after two steps of the second run: the first is whole, and the second has its first two steps."""
-    measure = demo_run._measure
+    measure = demo_run.measure
     calls = iter(range(100))
 
     def measured(model, batches):
@@ -94,7 +94,8 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return measure(model, batches)
 
-    monkeypatch.setattr(demo_run, "_measure", measured)
+    for module in (demo_conversion, demo_run):
+        monkeypatch.setattr(module, "measure", measured)
     assert cli.main(DEMO) == 130
     captured = capsys.readouterr()
     assert captured.err.rpartition("hf-qknorm: ")[2] == "stopped by SIGINT: written whole: out\n"
