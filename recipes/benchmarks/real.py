@@ -67,6 +67,7 @@ WAYS = {
     "unpatched": Way(None),
     "unpatched, bf16": Way(None, None, torch.bfloat16),
 }
+PARTS = ("kept", "positions", "text", "answers")
 DEFAULTS, LOW = ("qk_norm", "qk_norm_cap"), "qk_norm, knee 1"
 
 
@@ -79,6 +80,7 @@ class Options:
     test: str
     others: list[str] = field(default_factory=list)
     size: str = field(default="full", metadata={"choices": ["quick", "full"]})
+    parts: list[str] = field(default_factory=lambda: list(PARTS), metadata={"choices": PARTS})
     out: Path = Path("recipes/results/real")
 
 
@@ -213,12 +215,13 @@ def main(command: list[str] | None = None) -> str:
 
     logit = _get(runs, {**settings, "part": "own logit"}, story.own_logit)["logit"]
     patched = tuple(name for name, way in WAYS.items() if way.scheme is not None)
-    sections = [
-        kept_section(rows("kept", patched, story.kept_by), logit),
-        positions_section(rows("positions", DEFAULTS, story.by_position)),
-        text_section(rows("text", (*DEFAULTS, LOW, "unpatched, bf16"), story.same_text)),
-        answers_section(rows("answers", ("unpatched", *DEFAULTS, LOW), story.answered)),
-    ]
+    made: dict[str, Callable[[], list[str]]] = {
+        "kept": lambda: kept_section(rows("kept", patched, story.kept_by), logit),
+        "positions": lambda: positions_section(rows("positions", DEFAULTS, story.by_position)),
+        "text": lambda: text_section(rows("text", (*DEFAULTS, LOW, "unpatched, bf16"), story.same_text)),
+        "answers": lambda: answers_section(rows("answers", ("unpatched", *DEFAULTS, LOW), story.answered)),
+    }
+    sections = [made[part]() for part in PARTS if part in options.parts]
     lines = opening(f"A real model: {story.name}", __doc__, provenance(runs.used))
     return publish("\n".join([*lines, *(line for section in sections for line in section)]), options.out)
 
