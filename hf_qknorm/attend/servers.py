@@ -1,7 +1,7 @@
-"""Servers that put an attention of their own into a model, vLLM and SGLang: what theirs would not do is refused.
+"""Servers with an attention of their own, vLLM and SGLang: settings that theirs would ignore are refused.
 
-They read the config, not what the layer asks for in a call. Their attributes, as of vLLM 0.32 and SGLang's source:
-`attn` of the layer, or `attention_instances` in the call, holds what they apply.
+They take settings from the config, not from a layer's call. `attn` of the layer, or `attention_instances` in the call,
+holds the settings that they apply (vLLM 0.32, and SGLang's source).
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def for_server(layer: Any, q: Tensor, options: dict[str, Any]) -> Tensor:
         "window": layer.window,
         "scale": options["scaling"],
     }
-    for what, value in wanted.items():
-        got = applied.get(what, False)
+    for setting, value in wanted.items():
+        got = applied.get(setting, False)
         if value != got and not (got is _UNKNOWN and not value):
             missing = "an unknown one" if got is _UNKNOWN else got or "none"
             raise ValueError(
-                f"{server} can't serve this checkpoint: layer {layer.layer_idx} has the {what} {value or 'none'}, and "
-                f"{server} would apply {missing}. Serve it by transformers, or export it (hf-qknorm export)"
+                f"{server} can't serve this checkpoint: layer {layer.layer_idx} has the {setting} {value or 'none'}, "
+                f"and {server} would apply {missing}. Serve it by transformers, or export it (hf-qknorm export)"
             )
     return q
 
 
 def _vllm(own: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM's `Attention` applies. Versions with `attention_instances` take the scale of the call."""
+    """The settings that vLLM's `Attention` applies. Versions with `attention_instances` take the scale of the call."""
     impl = getattr(own, "impl", None)
     cap = getattr(impl, "logits_soft_cap", _UNKNOWN)
     in_call = "attention_instances" in options
@@ -58,7 +58,7 @@ def _vllm(own: Any, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _sglang(own: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """What SGLang's `RadixAttention` applies. Its window does not count the token itself."""
+    """The settings that SGLang's `RadixAttention` applies. Its window does not count the token itself."""
     cap, window = (getattr(own, name, _UNKNOWN) for name in ("logit_cap", "sliding_window_size"))
     if isinstance(window, int):
         window = None if window < 0 else window + 1

@@ -81,13 +81,11 @@ def texts(models: dict[str, Any], tokenizer: Any, batch: Tensor) -> dict[str, st
     return found
 
 
-def without_norms(model: Any, batches: list[Tensor]) -> float | None:
-    """The loss of a copy of the model whose norms are removed; None if they can't be."""
-    if not model.config.scheme.knee:
-        return None
+def without_norms(model: Any, batches: list[Tensor]) -> str:
+    """The held-out loss of a copy of the model whose norms are removed, or the reason why they can't be."""
     bare = copy.deepcopy(model)
     try:
         set_knee(bare, math.inf)
-        return mean_loss(remove_norms(bare), batches)
-    except ValueError:  # norms of values, for example
-        return None
+        return f"held-out loss {mean_loss(remove_norms(bare), batches):.3f}"
+    except ValueError as error:
+        return f"not removed: {error}"

@@ -43,7 +43,7 @@ class Settings:
     seed: int = 0
 
     @property
-    def steps_on(self) -> int:
+    def continued_steps(self) -> int:
         """The number of steps of continued training."""
         return self.steps or (STEPS if self.checkpoint is None else 0)
 
@@ -74,7 +74,7 @@ def _batches(tokenizer: Any, settings: Settings, length: int) -> Batches:
     sizes = {
         "base": (settings.base_steps, BATCH),
         "calibration": (CALIBRATION_BATCHES, BATCH),
-        "continued": (settings.steps_on, RUN_BATCH),
+        "continued": (settings.continued_steps, RUN_BATCH),
     }
     seeds = enumerate(sizes.items(), start=settings.seed + 1)
     batches = {name: sample_batches(seen, *size, length, seed) for seed, (name, size) in seeds}

@@ -10,7 +10,7 @@ from typing import Any
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.training.logit_log import nan_as_inf
 
-QUOTED = 118  # characters of a line with a text
+WIDTH = 118  # characters of a line with a text
 LEVEL = 5e-4  # nats; smaller differences round to zero
 
 
@@ -68,7 +68,7 @@ def _aligned(name: str, *cells: str) -> str:
 
 def quoted(name: str, text: str) -> str:
     """A line of the table of texts, cut to the width of a terminal."""
-    return f"   {name:12}{text!r}"[:QUOTED]
+    return f"   {name:12}{text!r}"[:WIDTH]
 
 
 RUN_HEADER = _aligned("", "loss before", "loss after", "largest |logit|")

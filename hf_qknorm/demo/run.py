@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import shlex
+import textwrap
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -19,7 +20,7 @@ from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.demo.conversion import convert, measure, reloaded, texts, without_norms
 from hf_qknorm.demo.data import LOOKS, RUN_BATCH, Batches, Settings, prepare, token_count, total_work
 from hf_qknorm.demo.progress import Progress, evaluation_work, format_seconds, progress_bar, seconds_per_token, threads
-from hf_qknorm.demo.results import RUN_HEADER, Measured, Run, quoted, summary
+from hf_qknorm.demo.results import RUN_HEADER, WIDTH, Measured, Run, quoted, summary
 from hf_qknorm.demo.training import mean_loss, one_thread, train
 from hf_qknorm.files.atomic_io import is_leftover, new_folder
 from hf_qknorm.files.names import unknown_files
@@ -86,12 +87,12 @@ def _run(settings: Settings, scheme: Scheme, out: Path, check: Callable[[], None
             _write(report, conversion, runs, folder)
         _print_saved(report, calibration, replace(settings, out=str(out)), progress)
         try:
-            if settings.steps_on:
+            if settings.continued_steps:
                 _train_on(models, batches, settings, runs, progress, lambda: _write(report, conversion, runs, out))
         except BaseException:
             _write(report, conversion, runs, out)
-            if runs and runs[-1].steps < settings.steps_on:
-                progress.print(runs[-1].row(settings.steps_on))
+            if runs and runs[-1].steps < settings.continued_steps:
+                progress.print(runs[-1].row(settings.continued_steps))
             raise
     _print_end(runs, settings, out)
     return report
@@ -123,7 +124,7 @@ def _train_on(
     write: Callable[[], None],
 ) -> None:
     """Train a copy of each model at each rate, on the same batches, and call `write` after each; adds to `runs`."""
-    every, tokens = max(settings.steps_on // LOOKS, 1), batches["continued"][0].numel()
+    every, tokens = max(settings.continued_steps // LOOKS, 1), batches["continued"][0].numel()
     evaluated = evaluation_work(token_count(batches["held_out"]))
     for rate in (TIMES * settings.rate, settings.rate):
         for name, start in models.items():
@@ -132,16 +133,16 @@ def _train_on(
 
             def each_step(step: int, model: Any = model, run: Run = run) -> None:
                 progress.advance(tokens if step else 0)
-                if step % every == 0 or step == settings.steps_on:
+                if step % every == 0 or step == settings.continued_steps:
                     run.measured[step] = measure(model, batches["held_out"])
                     progress.advance(evaluated)
                     if not step:
                         runs.append(run)
 
             torch.manual_seed(settings.seed)  # the same dropout in all runs
-            warmup = settings.steps_on // 10
+            warmup = settings.continued_steps // 10
             train(model, batches["continued"], rate=rate, warmup=warmup, decay=True, desc=None, each_step=each_step)
-            progress.print(run.row(settings.steps_on))
+            progress.print(run.row(settings.continued_steps))
             write()
 
 
@@ -156,7 +157,7 @@ def _write(report: dict[str, Any], conversion: dict[str, Measured], runs: list[R
 
 def _print_start(settings: Settings, seconds: float) -> None:
     text = settings.data or "Python's standard library"
-    then = ", and train it on beside the unpatched model" if settings.steps_on else ""
+    then = ", and train it on beside the unpatched model" if settings.continued_steps else ""
     print(
         f"Demo: convert {settings.checkpoint or 'a small Llama'} to {settings.scheme}{then}.\n"
         f"It takes about {format_seconds(seconds)} here, with {threads()}. Ctrl-C keeps the results so far.\n"
@@ -172,14 +173,14 @@ def _print_saved(report: dict[str, Any], calibration: Calibration, settings: Set
         f"   calibrated with {calibration.title}{bound}\n   first plot: {out / PLOT}\n   checkpoint: {out / MODEL}, "
         f"reloaded in a new process as {reloaded['class']}: logits differ by {reloaded['largest_difference']:g}"
     )
-    if report["removed"] is not None:
-        progress.print(f"   off again: with the norms removed, the held-out loss is {report['removed']:.3f}")
+    without = f"without norms: {report['removed']}"
+    progress.print(textwrap.fill(without, WIDTH, initial_indent="   ", subsequent_indent="   "))
     progress.print("\nwritten after the beginning of the held-out text, by the most likely tokens:")
     progress.print("\n".join(quoted(name, text) for name, text in written.items()))
-    if settings.steps_on:
+    if settings.continued_steps:
         progress.print(
-            f"\ntrained on: {settings.steps_on} more steps from unpatched and from calibrated, on the same text in the "
-            f"same order\n{RUN_HEADER}"
+            f"\ntrained on: {settings.continued_steps} more steps from unpatched and from calibrated, on the same text "
+            f"in the same order\n{RUN_HEADER}"
         )
 
 

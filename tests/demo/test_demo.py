@@ -56,7 +56,7 @@ def test_a_demo_prints_and_writes_everything(here, capsys):
         assert f"{run['measured'][-1]['loss']:.3f}" in printed
     assert report["reloaded"] == {"class": "QKNormLlamaForCausalLM", "largest_difference": 0}
     assert list(report["texts"]) == ["prompt", "unpatched", "calibrated"]
-    assert report["removed"] is None  # plain norms: the random model needs no knee
+    assert report["removed"].startswith("not removed: this model has no knee")  # the random model needs none
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(os.listdir(out)) == FILES
     for text in ("It takes about ", "logits differ by 0", "At a rate of 0.01, 10 times 0.001:", "first plot: my demo/"):
@@ -133,7 +133,9 @@ def test_a_checkpoint_is_converted_and_not_trained(here, capsys):
     assert cli.main(["demo", "--data", "corpus.txt", "--checkpoint", "source", "--out", "out"]) == 0
     report, printed = json.loads((here / "out" / "report.json").read_text()), capsys.readouterr().out
     assert report["runs"] == []
-    assert f"held-out loss is {report['removed']:.3f}" in printed
+    loss = float(report["removed"].removeprefix("held-out loss "))
+    assert loss == pytest.approx(report["conversion"]["unpatched"]["loss"], abs=0.05)
+    assert f"   without norms: {report['removed']}" in printed
     assert "trained on" not in printed
     for name, text in report["texts"].items():
         assert f"   {name:12}{text!r}"[:118] in printed
