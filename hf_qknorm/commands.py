@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from hf_qknorm.checkpoint.destinations import check_apart, check_files
 from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
-from hf_qknorm.convert.remeasure import export_measured
+from hf_qknorm.convert.remeasure import export_measured, measured_ways
 from hf_qknorm.export.native import export_native
 from hf_qknorm.export.ways import serving_ways, ways_text
 from hf_qknorm.families import table
@@ -86,20 +86,24 @@ def _push(options: Namespace) -> None:
 
 
 def _export(options: Namespace) -> None:
-    if options.destination is None:
-        print(ways_text(serving_ways(options.source)))
-        return
     if options.texts is None:
         for name in ("max_loss_increase", "length"):
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is for a measurement: give --texts TEXT as well")
-    places = (options.source, options.destination)
+    measured = {name: getattr(options, name) for name in ("tokens", "length")}
+    if options.destination is None:
+        if options.overwrite or options.max_loss_increase is not None:
+            raise ValueError("--overwrite and --max-loss-increase are for an export: give its folder, DST, as well")
+        source, texts = options.source, options.texts
+        print(ways_text(serving_ways(source) if texts is None else measured_ways(source, texts, **measured)))
+        return
+    places, overwrite = (options.source, options.destination), options.overwrite
     with _reported(user_path(options.destination, "the destination")):
         if options.texts is None:
-            print(export_native(*places, overwrite=options.overwrite))
+            print(export_native(*places, overwrite=overwrite))
         else:
-            names = ("max_loss_increase", "tokens", "length", "overwrite")
-            print(export_measured(*places, options.texts, **{name: getattr(options, name) for name in names}))
+            limit = options.max_loss_increase
+            print(export_measured(*places, options.texts, max_loss_increase=limit, overwrite=overwrite, **measured))
 
 
 def _inspect(options: Namespace) -> None:

@@ -149,7 +149,8 @@ def _add_monitor(commands: Any) -> None:
 def _add_export(commands: Any) -> None:
     about = "write a patched checkpoint as a plain model of transformers, if one computes exactly the same"
     removed = "Norms whose removal in training is finished (a knee of infinity) are folded into the projections."
-    ended = "With --texts, norms that still act are taken off too, and the loss is measured before and after."
+    ended = "With --texts, norms that still act are taken off too, and the loss is measured before and after; without "
+    ended += "DST this cost is listed."
     add = commands.add_parser("export", help=about, description=f"{about}. {removed} {ended}").add_argument
     add("source", metavar="SRC", help="a folder with a patched checkpoint")
     add("destination", metavar="DST", nargs="?", help="a new folder; without it, list the ways to serve the checkpoint")

@@ -1,7 +1,8 @@
-"""New measurements of a checkpoint: its report, for example after training, and the loss before and after an export."""
+"""New measurements of a checkpoint: its report, for example after training, and what an export without norms costs."""
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.export.native import NativeExport, export_native
+from hf_qknorm.export.ways import INEXACT, Way, serving_ways
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.files.paths import user_path
@@ -23,8 +25,10 @@ from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, layer_reports, loss_of, require_causal
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
+from hf_qknorm.model.knees import set_knee
 from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
 from hf_qknorm.reports.report import MEASURED, Calibration
+from hf_qknorm.training.removal import remove_norms
 
 
 def remeasure(
@@ -154,6 +158,31 @@ def export_measured(
 
     export = export_native(src, dst, overwrite=overwrite, end_norms=True, check_result=check)
     return MeasuredExport(export, before, losses[0], tokens)
+
+
+def measured_ways(
+    src: str | os.PathLike[str], texts: str, *, tokens: int = 16_384, length: int | None = None
+) -> list[Way]:
+    """`serving_ways`, with the measured cost of the norms' removal in place of a note that it is not exact.
+
+    The losses before and after are measured in memory, on the first `tokens` tokens of `texts` (a source for
+    `load_text`), in sequences of `length` tokens.
+
+    Raises ValueError for a checkpoint without such a way, and what `serving_ways` and `remove_norms` raise.
+    """
+    text.check_text(texts)
+    ways, folder = serving_ways(src), user_path(src, "src")
+    if all(way.cost != INEXACT for way in ways):
+        raise ValueError(f"{src}: no way to serve it has a cost to measure. List them without --texts")
+    with open_source(folder) as source:
+        length = text.sequence_length(source.config, length)
+        with loaded_with_text(source, texts, tokens, length) as (model, row, sequences):
+            batches = text.batches_for(model, [row], None, batch=sequences, length=length, max_tokens=tokens)
+            before = loss_of(model, batches)
+            set_knee(model, math.inf)
+            after = loss_of(remove_norms(model), batches)
+    cost = f"inexact: {after - before:+.4f} nats per token on {tokens:,} tokens"
+    return [replace(way, cost=cost) if way.cost == INEXACT else way for way in ways]
 
 
 def _loss(folder: Path, texts: str, tokens: int, length: int | None) -> float:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.export.native import check_exportable, plan_export
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.files.paths import user_path
+
+INEXACT: Final = "inexact: the loss before and after is printed"
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,7 @@ def serving_ways(src: str | os.PathLike[str]) -> list[Way]:
             _export(source, f"hf-qknorm export {folder} DST", "exact", end=False),
         ]
         if config.scheme.norms:
-            cost = "inexact: the loss before and after is printed"
-            ways.append(_export(source, f"hf-qknorm export {folder} DST --texts TEXT", cost, end=True))
+            ways.append(_export(source, f"hf-qknorm export {folder} DST --texts TEXT", INEXACT, end=True))
         return ways
 
 

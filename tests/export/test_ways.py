@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from test_native import EPS, RMS, save_patched
 
+import hf_qknorm as qk
 from hf_qknorm import SCHEMES, Scheme, export_native
+from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.export.ways import Way, serving_ways
 from hf_qknorm_command import main
 from qknorm_tests.tables import sharp_model
+from qknorm_tests.tiny import tiny_model
 
 CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
     "llama": ("llama", EPS, RMS),
@@ -67,3 +70,29 @@ def test_the_command_lists_them(tmp_path, capsys):
     sharp_model("llama").save_pretrained(tmp_path / "plain")
     assert main(["export", str(tmp_path / "plain")]) == 1
     assert "is a plain llama, not a patched model" in capsys.readouterr().err
+
+
+def test_texts_measure_the_removal(tmp_path, capsys):
+    tokenizer = byte_tokenizer()
+    model = qk.patch_model(tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.2), "qk_norm")
+    ids = tokenizer("to be or not to be " * 60, return_tensors="pt")["input_ids"]
+    qk.calibrate(model, [ids.view(-1, 20)], knee=1.0)
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "ours")
+    (tmp_path / "text.txt").write_text("that is the question " * 60)
+    command = ["export", str(tmp_path / "ours"), "--texts", str(tmp_path / "text.txt"), "--tokens", "512"]
+    assert main(command) == 0
+    listed = re.search(r"inexact: (\S+) nats per token on 512 tokens", capsys.readouterr().out)
+    assert main([*command[:2], str(tmp_path / "theirs"), *command[2:]]) == 0
+    assert listed
+    assert f"({listed[1]} nats per token) on 512 tokens" in capsys.readouterr().out
+
+
+def test_flags_that_the_list_does_not_use_are_refused(tmp_path, capsys):
+    save_patched(tmp_path / "ours", *CASES["llama, a cap"])
+    (tmp_path / "text.txt").write_text("to be or not to be")
+    for flags in (["--overwrite"], ["--texts", str(tmp_path / "text.txt")]):
+        assert main(["export", str(tmp_path / "ours"), *flags]) == 1
+    found = capsys.readouterr().err
+    assert "are for an export" in found
+    assert "no way to serve it has a cost to measure" in found
