@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.attend.functions import CAP_BACKENDS, REGISTERED
@@ -164,3 +164,13 @@ def test_an_argument_that_would_change_the_result_is_never_ignored(name):
     module = next(iter(patched_layers(capped_model("llama")).values()))
     with pytest.raises(ValueError, match="cache"):
         REGISTERED[name](module, q, k, v, None, cache=torch.zeros(1))
+
+
+@pytest.mark.skipif(Gemma2ForCausalLM._supports_sdpa, reason="older transformers drop Gemma 2's cap under sdpa")
+def test_sdpa_never_drops_the_cap_of_gemma2():
+    model = patch_model(sharp_model("gemma2"), "qk_norm")
+    with pytest.raises(ValueError, match="sdpa|scaled_dot_product"):
+        model.set_attn_implementation("sdpa")
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match="softcap"):
+        model(**make_batch("plain"))

@@ -219,3 +219,23 @@ def test_a_cache_with_its_own_update_is_never_empty() -> None:
     assert not is_empty(Own(), 0)
     assert not is_empty(cache_of(OwnLayer(), 0), 0)
     assert not is_empty(cache_of(DynamicLayer()), 0)
+
+
+def test_reordered_beams_are_continued() -> None:
+    cache, expected = (cache_of(DynamicLayer()) for _ in range(2))
+    append(cache, tokens(1, 1))
+    expected.update(*tokens(1, 1), 0)
+    for each in (cache, expected):
+        each.reorder_cache(torch.tensor([1, 1]))
+    assert_same(append(cache, tokens(1, 2)), expected.update(*tokens(1, 2), 0))
+
+
+def test_inference_mode_and_gradients_may_follow() -> None:
+    cache = cache_of(DynamicLayer())
+    with torch.inference_mode():
+        append(cache, tokens(1, 1))
+    with torch.no_grad():
+        keys, _ = append(cache, tokens(1, 2))
+    grown = cache.update(*(x.requires_grad_() for x in tokens(1, 3)), 0)[0]
+    grown.sum().backward()
+    assert_same(grown[:, :, :-1].detach(), keys)

@@ -223,3 +223,20 @@ def test_a_killed_build_is_tried_again(fault, machine):
     forget()
     assert build.why_not_built() is None
     assert machine.count() == 2
+
+
+def test_a_failed_build_is_remembered_until_its_report_is_deleted(machine, caplog):
+    machine.fault.write_text("echo a line >&2; echo an error of the code >&2; echo more >&2; exit 1")
+    for _ in range(2):
+        reason = build.why_not_built()
+        assert reason is not None
+        assert f"failed with status 1: an error of the code. The whole report is in {build._report()}" in reason
+        assert "\n" not in reason
+        assert "more" in build._report().read_text()
+        assert reason == build.why_unavailable()
+        forget()
+    assert machine.count() == 1
+    machine.fault.unlink()
+    build._report().unlink()
+    assert build.why_not_built() is None
+    assert machine.count() == 2

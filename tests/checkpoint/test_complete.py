@@ -208,3 +208,9 @@ def test_a_missing_head_is_not_initialised(tmp_path):
     convert_checkpoint(tmp_path / "whole", tmp_path / "out", "qk_norm")
     with pytest.raises(ValueError, match=r'correct the config, or name the class .* under "architectures"'):
         convert_checkpoint(source, tmp_path / "again", "qk_norm")
+
+
+def test_old_buffers_are_ignored(tmp_path):
+    source = save(sharp_model("gpt2"), tmp_path / "source")
+    edit(source, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}))
+    convert_checkpoint(source, tmp_path / "out", "qk_norm")

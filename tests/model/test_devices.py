@@ -162,3 +162,23 @@ def test_weights_that_one_hook_loads_together(together):
         patch_model(model, "qk_norm")
     assert fingerprint(model) == before
     assert torch.equal(patch_model(model, "soft_cap")(**make_batch("left")).logits, expected)
+
+
+@torch.no_grad()
+def test_offloading_a_patched_model():
+    batch = make_batch("left")
+    model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
+    expected = model(**batch).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert torch.equal(model(**batch).logits, expected)
+
+
+@pytest.mark.parametrize("places", ["auto", "cpu", {"": "cpu"}], ids=str)
+@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
+@torch.no_grad()
+def test_patching_a_model_with_a_device_map(checkpoint, places):
+    batch = make_batch("left")
+    expected = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint), "soft_cap")(**batch).logits
+    model = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint, device_map=places), "soft_cap")
+    assert torch.equal(model(**batch).logits, expected)

@@ -90,3 +90,11 @@ def test_a_config_is_reused_with_another_scheme(tmp_path: Any) -> None:
     config.set_scheme(dataclasses.replace(config.scheme, knee=0.0))
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).qk_norm_powers is None
+
+
+def test_norms_without_gains_take_eps_too() -> None:
+    scheme = Scheme(q="rms", k="rms", gain="none", knee=4.0)
+    one, other = (patch_model(plain().base_class(plain().config.base()), scheme).eval() for _ in range(2))
+    apply_knee(one, 4.0, {key: 3 * power for key, power in powers_of(one).items()})
+    other.load_state_dict(one.state_dict())
+    assert torch.equal(logits(other), logits(one))

@@ -264,3 +264,19 @@ def test_a_rank_that_reads_no_weights_has_the_powers(checkpoint, monkeypatch, pr
     for name in ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING", "LOCAL_RANK"):
         monkeypatch.setenv(name, "1")
     assert_equal_eps(AutoModelForCausalLM.from_pretrained(checkpoint), made())
+
+
+@pytest.mark.parametrize("how", IN_MEMORY)
+def test_round_trip_of_an_older_checkpoint(how, older, tmp_path):
+    check_round_trip(older, IN_MEMORY[how], tmp_path / "again")
+
+
+def edit_scheme(folder: Path, **fields: Any) -> None:
+    edit_config(folder, lambda config: config["qk_norm"].update(fields))
+
+
+@pytest.mark.parametrize("knee", [-1.0, float("nan"), float("inf"), "4", True, None, 10**400], ids=str)
+def test_an_impossible_knee_is_refused(knee, checkpoint):
+    edit_scheme(checkpoint, knee=knee)
+    with pytest.raises(ValueError, match=r"Scheme\(knee=.* is not possible: expected a finite number ≥ 0"):
+        AutoModelForCausalLM.from_pretrained(checkpoint)

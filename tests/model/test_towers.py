@@ -187,3 +187,9 @@ def test_a_model_that_builds_its_tower_from_a_fixed_class():
     message = refuse(CLIPModel(CLIPConfig(**parts)))
     assert "a checkpoint of the whole model would lose the scheme" in message
     assert "patch_model(model.text_model, ...)" in message
+
+
+def test_a_patched_tower():
+    model = patch_model(made("llava"), "qk_norm")
+    with pytest.raises(ValueError, match="patched already"):
+        patch_model(model, "soft_cap")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.library import opcheck
+from torch.utils.checkpoint import checkpoint
 
 from hf_qknorm.ops import library, operators, reference
 from hf_qknorm.ops.registration import flatten
@@ -221,3 +222,23 @@ def test_arguments_that_broadcast_are_accepted() -> None:
     assert library.attention(
         *call(**GOOD, mask=q_of(1, 1, 1, 7), ranges=q_of(1, 5, 2, dtype=torch.int32), sinks=q_of(4), dropout=0.5)
     ).shape == (2, 4, 5, 8)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_reentrant: bool) -> None:
+    q, k, v = make_qkv(2, 4, 2, 70, 70, 16, dtype=F64)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return library.attention(*call(q, k, v, softcap=5.0, causal=True, dropout=dropout)).sin()
+
+    torch.manual_seed(7)
+    attend(q, k, v).sum().backward()
+    expected = [x.grad for x in (q, k, v)]
+    q.grad = k.grad = v.grad = None
+    torch.manual_seed(7)
+    out = checkpoint(attend, q, k, v, use_reentrant=use_reentrant)
+    torch.rand(3)  # other code advances the generator in between
+    out.sum().backward()
+    for x, grad in zip((q, k, v), expected, strict=True):
+        assert torch.equal(x.grad, grad)

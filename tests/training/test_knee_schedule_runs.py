@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,3 +96,9 @@ def test_a_checkpoint_without_the_schedules_state_is_refused(tmp_path):
         run(plain(), tmp_path / "again", KneeSchedule()).train(
             resume_from_checkpoint=str(tmp_path / "with" / "checkpoint-2")
         )
+
+
+def test_deepspeed_is_refused():
+    arguments: Any = SimpleNamespace(deepspeed_plugin=object(), load_best_model_at_end=False)
+    with pytest.raises(ValueError, match="DeepSpeed steps copies of the weights in fp32.* use DDP or FSDP 2"):
+        KneeSchedule().on_train_begin(arguments, SimpleNamespace(global_step=0), None, model=kneed())  # type: ignore[arg-type]

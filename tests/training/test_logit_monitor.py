@@ -229,3 +229,9 @@ def test_samples_cover_all_ranks(process_group, monkeypatch):
         model(**batch)
     assert len(reduced) == 2
     assert monitor.last == alone.last
+
+
+@pytest.mark.parametrize("wrong", [{"every": 0}, {"rows": 0}, {"limit": -1.0}, {"collapsed": 1.5}])
+def test_settings_are_checked(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        LogitMonitor(**wrong)

@@ -82,3 +82,8 @@ def test_each_layer_has_a_curve_of_its_outputs(monkeypatch, tmp_path):
     assert math.isnan(mlp.lines[0].get_ydata()[2])
     assert list(qkv.lines[0].get_ydata()) == [1.0] * 5
     assert out.get_yscale() == "log"
+
+
+def test_an_empty_log_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="holds no sample yet"):
+        draw_log([], tmp_path / "map.png")

@@ -193,3 +193,12 @@ def test_it_steps_and_clips_in_every_family(swept_type, tmp_path):
     assert len(moved) > len(before) / 2
     assert bool(optimizer.clipped) == (threshold is not None)
     assert all((factors < 1).any() for factors in optimizer.clipped.values())
+
+
+def test_a_step_that_the_scaler_skips_changes_nothing():
+    model = patch_model(sharp_model("llama"), "none")
+    before = copy.deepcopy(model)
+    optimizer, scaler = MuonClip(model, settings(), threshold=1.0), torch.amp.GradScaler("cpu")
+    (scaler.scale(model(**make_batch("plain")).loss) * torch.inf).backward()
+    scaler.step(optimizer)
+    assert_same(model, before)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
-from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, set_cap
+from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, patch_model, set_blend, set_cap, set_knee
+from qknorm_tests.kneed import wrapped
 from qknorm_tests.schedule_runs import CASES, LONGER, Runs, SaveAt, monotonic, near
+from qknorm_tests.short_runs import StopAt
+from qknorm_tests.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
@@ -107,3 +111,28 @@ def test_two_schedules_of_one_number_are_refused(blends):
 def test_an_invalid_length_is_refused(schedule):
     with pytest.raises(ValueError, match=r"steps=0: expected the length of the schedule, at least 1, or None"):
         schedule(steps=0)
+
+
+def test_an_older_adapter(blends):
+    blends.make = lambda: wrapped(patch_model(tiny_model("llama"), "qk_norm"))
+    blends.until(3)
+    blends.as_older_version(3)
+    with pytest.raises(ValueError, match="no state of a BlendSchedule, and neither its weights nor the model tell"):
+        blends(resume=3)
+    set_blend(model := blends.make(), 0.75)
+    assert blends(model, resume=3) == near(blends.way[3:])
+
+
+class EndByHand(TrainerCallback):
+    def __init__(self, step: int, end: Callable[[Any], None]) -> None:
+        self.step, self.end = step, end
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.end(kwargs["model"])
+
+
+def test_a_number_that_is_moved_by_hand_does_not_fall_back(blends, knees):
+    assert blends(None, EndByHand(2, lambda model: set_blend(model, 1.0))) == near([0, 0.25, 0.5] + [1.0] * 5)
+    assert knees(None, EndByHand(1, lambda model: set_knee(model, 0.5)))[2:] == near([0.5, 0.25, 0, 0, 0, 0])
+    assert knees(None, EndByHand(1, lambda model: set_knee(model, 0.0)), StopAt(3))[2:] == [0.0]

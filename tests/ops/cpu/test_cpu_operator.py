@@ -229,3 +229,17 @@ def test_hidden_keys_of_few_rows_are_never_read() -> None:
         hidden[slice(*span)] = False
         poisoned = (x.masked_fill(hidden[:, None], torch.nan) for x in (k, v))
         assert torch.equal(kernels.attend(Heads(q, *poisoned), visible, CAPPED), expected)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = make_qkv(1, 4, 2, 9, 9, 16)
+    (dq,) = torch.autograd.grad(cpu.attention(*call(q, k, v)).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dq.sum().backward()
+
+
+@pytest.mark.costly
+def test_forward_mode_is_refused() -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: cpu.attention(*call(x, k, v)), (q,), (q,))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,3 +230,19 @@ def test_threads_share_a_check(checks):
     for thread in threads:
         thread.join()
     assert len(checks.paths) == 1
+
+
+def test_a_graph_capture_checks_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not first_use._can_check(SimpleNamespace(is_cuda=True))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert first_use._can_check(SimpleNamespace(is_cuda=True))
+
+
+def test_a_backward_pass_reads_the_disk_once(checks, monkeypatch):
+    """Activation checkpointing runs each layer's forward there, at every step."""
+    read, reads = verdict_files.read, []
+    monkeypatch.setattr(verdict_files, "read", lambda *key: reads.append(key) or read(*key))
+    monkeypatch.setattr(first_use, "_can_check", lambda q: False)
+    assert asked() is asked() is None
+    assert len(reads) == 1
