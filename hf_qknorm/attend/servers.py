@@ -18,13 +18,14 @@ def for_server(layer: Any, q: Tensor, options: dict[str, Any]) -> Tensor:
     """Return a patched layer's queries for a server's attention, in which they carry the scheme's scale.
 
     Raises ValueError if the server would apply another cap, window or scale than `options` ask for, or no sinks or
-    position bias.
+    position bias, or would attend with a part of the heads.
     """
     server = layer.config._attn_implementation
     if layer.scheme.scale is not None and not layer.family.style.prescaled:  # vLLM's scale is the model's own
         q, options["scaling"] = q * (layer.logit_scale / layer.own_scale), layer.own_scale
     instances = options.get("attention_instances")
     own = layer._modules.get("attn") if instances is None else instances[layer.layer_idx]
+    _check_heads(server, layer, q.shape[1], own)
     applied = _sglang(own, options) if server == "sglang" else _vllm(own, options)
     wanted: dict[str, Any] = {
         "sinks": options.get("s_aux") is not None,
@@ -42,6 +43,17 @@ def for_server(layer: Any, q: Tensor, options: dict[str, Any]) -> Tensor:
                 f"and {server} would apply {missing}. Serve it by transformers, or export it (hf-qknorm export)"
             )
     return q
+
+
+def _check_heads(server: str, layer: Any, heads: int, own: Any) -> None:
+    """Raise ValueError if the processes of a server divide the heads that each of them computes."""
+    served = getattr(own, "tp_q_head_num" if server == "sglang" else "num_heads", heads)
+    if served != heads:
+        raise ValueError(
+            f"{server} can't divide this checkpoint among processes: layer {layer.layer_idx} computes {heads} heads in "
+            f"each, and {server} would attend with {served}, since the projections of this model type are not sharded. "
+            "Serve it with a tensor parallel size of 1"
+        )
 
 
 def _vllm(own: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -21,17 +21,21 @@ ROOT = Path(__file__).parents[2]
 MADE = made()  # of the commit that a run starts with
 
 
-def environment(folder: Path, *packages: str, seconds: int = 300) -> Path:
+def environment(folder: Path, *packages: str, without: tuple[str, ...] = (), seconds: int = 300) -> Path:
     """The python of a virtual environment with these packages, which is made if there is none.
+
+    `without` are packages to remove again.
 
     Raises RuntimeError if pip fails, or takes longer than `seconds`.
     """
     python = folder / "bin/python"
     if not python.exists():
         venv.create(folder, with_pip=True)
-        command = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages]
+        pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
         try:
-            subprocess.run(command, check=True, timeout=seconds)
+            subprocess.run([*pip, "install", *packages], check=True, timeout=seconds)
+            if without:
+                subprocess.run([*pip, "uninstall", "--yes", *without], check=True)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             (folder / "bin/python").unlink()
             raise RuntimeError(f"{' '.join(packages)} can't be installed: {error}") from error

@@ -30,6 +30,8 @@ def served(folder: str, eager: bool, options: argparse.Namespace, prompts: list[
         enable_prefix_caching=True,
         skip_tokenizer_init=True,
         enforce_eager=eager,
+        tensor_parallel_size=options.workers,
+        distributed_executor_backend="mp" if options.workers > 1 else None,
     )
     inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
     scores = llm.generate(inputs, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False))
@@ -51,6 +53,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--package", action="store_true")
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()

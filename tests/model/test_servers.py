@@ -161,6 +161,22 @@ def test_what_a_server_would_not_do_is_refused(change, monkeypatch):
         model(torch.arange(3, 9)[None], **given)
 
 
+@pytest.mark.parametrize(("server", "name"), [("vllm", "num_heads"), ("sglang", "tp_q_head_num")])
+@torch.no_grad()
+def test_a_part_of_the_heads_is_refused(server, name, monkeypatch):
+    """Tensor parallel workers compute every head of a type whose projections are not sharded."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, server, serve)
+    model = made("llama by Henry et al.")
+    model.set_attn_implementation(server)
+    layers, given = served_by(server, model)
+    for layer in layers.values():
+        setattr(layer, name, 4)
+    model(torch.arange(3, 9)[None], **given)
+    setattr(layers[1], name, 2)
+    with pytest.raises(ValueError, match=f"{server} can't divide this checkpoint among processes: layer 1 computes 4"):
+        model(torch.arange(3, 9)[None], **given)
+
+
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 @pytest.mark.parametrize(("model_type", "what"), [("gpt_oss", "sinks"), ("bloom", "position bias")])
 @torch.no_grad()
