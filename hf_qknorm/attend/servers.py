@@ -18,14 +18,12 @@ def for_server(layer: Any, q: Tensor, options: dict[str, Any]) -> Tensor:
     """Return a patched layer's queries for a server's attention, in which they carry the scheme's scale.
 
     Raises ValueError if the server would apply another cap, window or scale than `options` ask for, or no sinks or
-    position bias, or would attend with a part of the heads.
+    position bias.
     """
     server = layer.config._attn_implementation
     if layer.scheme.scale is not None and not layer.family.style.prescaled:  # vLLM's scale is the model's own
         q, options["scaling"] = q * (layer.logit_scale / layer.own_scale), layer.own_scale
-    instances = options.get("attention_instances")
-    own = layer._modules.get("attn") if instances is None else instances[layer.layer_idx]
-    _check_heads(server, layer, q.shape[1], own)
+    own = _own(layer, options)
     applied = _sglang(own, options) if server == "sglang" else _vllm(own, options)
     wanted: dict[str, Any] = {
         "sinks": options.get("s_aux") is not None,
@@ -45,15 +43,30 @@ def for_server(layer: Any, q: Tensor, options: dict[str, Any]) -> Tensor:
     return q
 
 
-def _check_heads(server: str, layer: Any, heads: int, own: Any) -> None:
-    """Raise ValueError if the processes of a server divide the heads that each of them computes."""
-    served = getattr(own, "tp_q_head_num" if server == "sglang" else "num_heads", heads)
+def check_heads(layer: Any, q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
+    """Raise ValueError if a server's processes share a layer's heads, and its projections or gains are not shared.
+
+    `q` and `k` are `[B, H, T, D]`, in front of the norms.
+    """
+    server, heads, problem = layer.config._attn_implementation, q.shape[1], None
+    served = getattr(_own(layer, options), "tp_q_head_num" if server == "sglang" else "num_heads", heads)
     if served != heads:
+        problem = f"{heads} heads in each, and {server} would attend with {served}: its projections are not sharded"
+    for name, x in (("q_norm", q), ("k_norm", k)):
+        gain = getattr(layer._modules.get(name), "weight", None)
+        if gain is not None and gain.dim() == 2 and len(gain) != x.shape[1]:
+            problem = f"{x.shape[1]} heads in each, and {name} has gains for {len(gain)}: gains by head are not sharded"
+    if problem is not None:
         raise ValueError(
-            f"{server} can't divide this checkpoint among processes: layer {layer.layer_idx} computes {heads} heads in "
-            f"each, and {server} would attend with {served}, since the projections of this model type are not sharded. "
-            "Serve it with a tensor parallel size of 1"
+            f"{server} can't divide this checkpoint among processes: layer {layer.layer_idx} computes {problem}. Serve "
+            "it with a tensor parallel size of 1"
         )
+
+
+def _own(layer: Any, options: dict[str, Any]) -> Any:
+    """The server's attention of a layer, or None."""
+    instances = options.get("attention_instances")
+    return layer._modules.get("attn") if instances is None else instances[layer.layer_idx]
 
 
 def _vllm(own: Any, options: dict[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,9 @@ class PlainAttention(nn.Module):
         taken = {name: kwargs.pop(name, None) for name in style.arguments}
         q, k, v, *rest = style.project(self, hidden_states, **taken)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        served = self.config._attn_implementation in servers.SERVER_BACKENDS
+        if served:
+            servers.check_heads(self, q, k, kwargs)
         if style.parts is None:
             v = self.normed("v_norm", v)
         if cache is not None:
@@ -76,7 +79,7 @@ class PlainAttention(nn.Module):
                 q, k = q.to(v.dtype), k.to(v.dtype)
             if style.bias is not None:
                 kwargs["position_bias"] = style.bias(self, q, k, v=v, mask=attention_mask, **kwargs)
-            if self.config._attn_implementation in servers.SERVER_BACKENDS:
+            if served:
                 q = servers.for_server(self, q, kwargs)
             self.show(q, k, v, attention_mask, kwargs)
             found = self.attention_function()(self, q, k, v, attention_mask, **kwargs)

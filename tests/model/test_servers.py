@@ -177,6 +177,18 @@ def test_a_part_of_the_heads_is_refused(server, name, monkeypatch):
         model(torch.arange(3, 9)[None], **given)
 
 
+@torch.no_grad()
+def test_gains_by_head_are_not_divided(monkeypatch):
+    monkeypatch.setitem(AttentionInterface._global_mapping, "vllm", serve)
+    model = made("llama by head, values too")
+    model.set_attn_implementation("vllm")
+    layer = next(iter(patched_layers(model).values()))
+    served_by("vllm", model)
+    layer.k_norm.weight = nn.Parameter(layer.k_norm.weight.repeat(2, 1))
+    with pytest.raises(ValueError, match="layer 0 computes 2 heads in each, and k_norm has gains for 4"):
+        model(torch.arange(3, 9)[None])
+
+
 @pytest.mark.parametrize("server", ["vllm", "sglang"])
 @pytest.mark.parametrize(("model_type", "what"), [("gpt_oss", "sinks"), ("bloom", "position bias")])
 @torch.no_grad()
