@@ -136,14 +136,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Cut
 
     def _body(self, cut: int | None) -> bytes:
-        body = b""
+        body = bytearray()
         for data in self._chunks():
             body += data
             if cut is not None and len(body) >= cut:
                 self._received(len(body))
                 raise _Cut
         self._received(len(body))
-        return body
+        return bytes(body)
 
     def _received(self, size: int) -> None:
         if self.command == "PUT":
