@@ -173,8 +173,8 @@ def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> 
         model_type = source.config.model_type
         if model_type.startswith(TYPE_PREFIX):
             raise ValueError(
-                f"{source.name} is converted already ({source.config.scheme}): convert the original checkpoint instead, "
-                f"or what remains after training without its norms (hf-qknorm export {source.name} DST --texts TEXT)"
+                f"{source.name} is converted already ({source.config.scheme}): convert the original checkpoint "
+                f"instead. Take the norms off one that was trained on: hf-qknorm export {source.name} DST --texts TEXT"
             )
         try:
             family_of(source.config)  # raises for a type that is not supported
