@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from local_tasks import TASKS, answers, write_tasks
 from markdown_table import opening, publish, table
+from real_plot import plot_kept
 from run_log import Row, Runs, parse, provenance
 from sharp_norms import Story, losses_of
 from torch import Tensor
@@ -57,10 +58,11 @@ class Way:
     dtype: torch.dtype = torch.float32
 
 
+KNEES = {f"qk_norm, knee {k:g}": Way(Scheme(q="rms", k="rms", sharpness=8), k) for k in (0.5, 1, 1.5, 2, 4)}
 SCHEMES = ("qk_norm", "qk_norm_cap", "qkv_norm", "q_norm", "soft_cap", "henry", "lp")
 WAYS = {
     **{name: Way(name) for name in SCHEMES},
-    **{f"qk_norm, knee {k:g}": Way(Scheme(q="rms", k="rms", sharpness=8), k) for k in (0.5, 1, 1.5, 2, 4)},
+    **KNEES,
     "qk_norm, knee 16, sharpness 1": Way("qk_norm", 16.0),
     "qk_norm, bf16": Way("qk_norm", None, torch.bfloat16),
     "qk_norm_cap, bf16": Way("qk_norm_cap", None, torch.bfloat16),
@@ -160,7 +162,7 @@ class Comparison(Story):
             return dict(answers(folder / "model", folder / "tasks", folder / "out"))
 
 
-def kept_section(rows: dict[str, Row], logit: float) -> list[str]:
+def kept_section(rows: dict[str, Row], logit: float, plot: Path) -> list[str]:
     texts = [*rows["qk_norm"]["texts"]]
     head = ["way", "knee", "bound", "rise", *(f"KL, {text}" for text in texts), "same top token"]
     cells = []
@@ -169,7 +171,10 @@ def kept_section(rows: dict[str, Row], logit: float) -> list[str]:
         bound = f"{row['bound']:.0f}" if row["bound"] else ""
         cells.append([name, f"{row['knee']:g}", bound, f"{held_out['rise']:+.4f}", *kls, f"{held_out['same']:.1%}"])
     lead = f"The largest |logit| of the unpatched model on the held-out sequences is {logit:g}."
-    return ["## Predictions", "", lead, "", *table(head, cells)]
+    sharp = [row for name, row in rows.items() if name == "qk_norm" or name in KNEES]
+    plot_kept(sharp, logit, plot)
+    shown = f"![KL and rise in loss over the bound on the logits]({plot.name})"
+    return ["## Predictions", "", lead, "", *table(head, cells), "`qk_norm`, by knee:", "", shown, ""]
 
 
 def positions_section(rows: dict[str, Row]) -> list[str]:
@@ -216,7 +221,7 @@ def main(command: list[str] | None = None) -> str:
     logit = _get(runs, {**settings, "part": "own logit"}, story.own_logit)["logit"]
     patched = tuple(name for name, way in WAYS.items() if way.scheme is not None)
     made: dict[str, Callable[[], list[str]]] = {
-        "kept": lambda: kept_section(rows("kept", patched, story.kept_by), logit),
+        "kept": lambda: kept_section(rows("kept", patched, story.kept_by), logit, options.out.with_suffix(".png")),
         "positions": lambda: positions_section(rows("positions", DEFAULTS, story.by_position)),
         "text": lambda: text_section(rows("text", (*DEFAULTS, LOW, "unpatched, bf16"), story.same_text)),
         "answers": lambda: answers_section(rows("answers", ("unpatched", *DEFAULTS, LOW), story.answered)),
