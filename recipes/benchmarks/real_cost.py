@@ -42,7 +42,7 @@ from hf_qknorm.measure.text import load_text, tokenize
 from hf_qknorm_command import main as command
 
 PLAIN, SCHEMES = "unpatched", ("qk_norm", "qk_norm_cap")
-SIZES = {"quick": ((16, 48), 512, 2), "full": ((512, 4096), 16_384, 10)}  # lengths, tokens of a job, turns
+SIZES = {"quick": ({16: 2, 48: 2}, 512), "full": ({512: 10, 4096: 4}, 16_384)}  # turns by length; tokens of a job
 MIB = 2**20
 
 
@@ -165,14 +165,14 @@ def main(arguments: list[str] | None = None) -> str:
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--out", type=Path, default=Path("recipes/results/real_cost"))
     options = parser.parse_args(arguments)
-    lengths, tokens, turns = SIZES[options.size]
+    turns, tokens = SIZES[options.size]
     (machine, own), start = busy_seconds(), time.perf_counter()
-    found = {length: times(options.model, length, turns) for length in lengths}
+    found = {length: times(options.model, length, count) for length, count in turns.items()}
     spent = [after - before for after, before in zip(busy_seconds(), (machine, own), strict=True)]
     others = max(spent[0] - spent[1], 0) / (time.perf_counter() - start)
     quiet = f"{provenance([{'made': made()}])[:-1]}; other programs used {others:.2f} CPUs during the timings."
     lines = opening(f"What a real model's conversion costs: {Path(options.model).name}", __doc__, quiet)
-    for length in lengths:
+    for length in turns:
         rises = {name: rise(options.model, name, length) for name in (PLAIN, *SCHEMES)}
         lines += length_section(length, found[length], rises)
     lines += jobs_section(jobs(options.model, options.text, tokens), tokens)
