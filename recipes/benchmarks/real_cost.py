@@ -9,8 +9,8 @@ measured in it, without the import and the loading. "peak" is the largest reside
 Steps and tokens: the unpatched model and converted ones, with sharp norms, take turns in one process. A step is
 forward, backward and AdamW's update for one sequence. A token is one step of generation, over a cache that starts with
 as many keys. Times are medians (fastest to slowest), ratios medians within the turns (quartiles). "rise" is a step's
-peak above the resident size before it, in a process for each model. Run it on a quiet machine. Writes a page; prints
-Markdown.
+peak above the resident size before it, in a process for each model. Run it on a quiet machine. An interrupted run
+continues. Writes a page and its runs; prints Markdown.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from bench_cpu import cell, ratio_cell, training_step
-from machine import Times, busy_seconds, by_turns, made
+from machine import busy_seconds, by_turns
 from markdown_table import opening, publish, table
-from run_log import provenance
+from run_log import Row, Runs, provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,14 +43,8 @@ from hf_qknorm_command import main as command
 
 PLAIN, SCHEMES = "unpatched", ("qk_norm", "qk_norm_cap")
 SIZES = {"quick": ({16: 2, 48: 2}, 512), "full": ({512: 10, 4096: 4}, 16_384)}  # turns by length; tokens of a job
+JOBS = ("load", "pass", "`calibrate`", "`hf-qknorm inspect`", "`hf-qknorm convert`")
 MIB = 2**20
-
-
-class Job(NamedTuple):
-    """The wall time of a process and its largest resident size."""
-
-    seconds: float
-    peak: int
 
 
 def load(checkpoint: str, name: str = PLAIN) -> Any:
@@ -69,31 +63,29 @@ def calibrated(checkpoint: str, text: str, tokens: int) -> None:
     calibrate(patch_model(load(checkpoint), "qk_norm_cap"), text, max_tokens=tokens)
 
 
-def jobs(checkpoint: str, text: str, tokens: int) -> dict[str, Job]:
-    """The jobs; the commands are those that a user types."""
+def job(name: str, checkpoint: str, text: str, tokens: int) -> Row:
+    """The seconds of a job in a process of its own, and its largest resident size in bytes."""
     with TemporaryDirectory() as folder:
-        more = ["--tokens", str(tokens)]
-        named: dict[str, Callable[[], object]] = {
+        texts, more = [checkpoint, "--texts", text], ["--tokens", str(tokens)]
+        run = {
             "load": partial(load, checkpoint),
             "pass": partial(one_pass, checkpoint, text, tokens),
             "`calibrate`": partial(calibrated, checkpoint, text, tokens),
-            "`hf-qknorm inspect`": partial(command, ["inspect", checkpoint, "--texts", text, "--out", folder, *more]),
+            "`hf-qknorm inspect`": partial(command, ["inspect", *texts, "--out", folder, *more]),
             "`hf-qknorm convert`": partial(
                 command, ["convert", checkpoint, f"{folder}/converted", "--calibrate", text, *more]
             ),
-        }
-        return {name: _in_process(run) for name, run in named.items()}
+        }[name]
+        start = time.perf_counter()
+        peak = in_process(_peak_of, run)
+        return {"seconds": round(time.perf_counter() - start, 2), "peak": peak}
 
 
-def _in_process(run: Callable[[], object]) -> Job:
-    start = time.perf_counter()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, _threads()) as pool:
-        peak = pool.submit(_peak_of, run).result()
-    return Job(time.perf_counter() - start, peak)
-
-
-def _threads() -> tuple[int]:
-    return (torch.get_num_threads(),)
+def in_process(run: Callable[..., Any], *arguments: Any) -> Any:
+    """The result of a function of this module in a new process, with as many threads."""
+    threads = (torch.get_num_threads(),)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, threads) as pool:
+        return pool.submit(run, *arguments).result()
 
 
 def _peak_of(run: Callable[[], object]) -> int:
@@ -119,43 +111,42 @@ def generation(model: Any, length: int) -> Callable[[], object]:
     return step
 
 
-def times(checkpoint: str, length: int, turns: int) -> dict[str, Times]:
-    """The times of a training step and of a token, by model."""
+def times(checkpoint: str, length: int, turns: int) -> Row:
+    """The milliseconds of a training step and of a token, by model, and the CPUs that other programs used."""
+    (machine, own), start = busy_seconds(), time.perf_counter()
     models = {name: load(checkpoint, name) for name in (PLAIN, *SCHEMES)}
     tokens = by_turns({name: generation(model.eval(), length) for name, model in models.items()}, 10 * turns)
     steps = {name: training_step(model.train(), random_tokens(model, length)) for name, model in models.items()}
-    return {"training step": by_turns(steps, turns), "token": tokens}
+    found = {"training step": by_turns(steps, turns), "token": tokens}
+    spent = [after - before for after, before in zip(busy_seconds(), (machine, own), strict=True)]
+    return {"times": found, "others": max(spent[0] - spent[1], 0) / (time.perf_counter() - start)}
 
 
-def rise(checkpoint: str, name: str, length: int) -> int:
-    """The bytes by which a training step's peak is above the resident size before it."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, _threads()) as pool:
-        return pool.submit(_rise, checkpoint, name, length).result()
-
-
-def _rise(checkpoint: str, name: str, length: int) -> int:
+def rise(checkpoint: str, name: str, length: int) -> Row:
+    """The bytes by which a training step's peak is above the resident size before it, in this process."""
     model = load(checkpoint, name).train()
     training_step(model, random_tokens(model, 8))()
     step = training_step(model, random_tokens(model, length))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return _peak_of(step) - before
+    return {"bytes": _peak_of(step) - before}
 
 
-def jobs_section(found: dict[str, Job], tokens: int) -> list[str]:
-    base, rows = found["load"].seconds, []
-    for name, job in found.items():
-        passes = (job.seconds - base) / (found["pass"].seconds - base)
-        rows.append([name, f"{job.seconds:.1f}", "" if name == "load" else f"{passes:.1f}", f"{job.peak / MIB:,.0f}"])
+def jobs_section(found: dict[str, Row], tokens: int) -> list[str]:
+    base, rows = found["load"]["seconds"], []
+    for name, row in found.items():
+        passes = f"{(row['seconds'] - base) / (found['pass']['seconds'] - base):.1f}"
+        rows.append([name, f"{row['seconds']:.1f}", "" if name == "load" else passes, f"{row['peak'] / MIB:,.0f}"])
     return [f"## Jobs, {tokens:,} tokens", "", *table(["job", "seconds", "passes", "peak, MiB"], rows)]
 
 
-def length_section(length: int, found: dict[str, Times], rises: dict[str, int]) -> list[str]:
+def length_section(length: int, found: Row, rises: dict[str, int]) -> list[str]:
     rows = []
-    for what, by_model in found.items():
+    for what, by_model in found["times"].items():
         for name, own in by_model.items():
             memory = f"{rises[name] / MIB:,.0f}" if what == "training step" else ""
             rows.append([f"{what}, {name}", cell(own), ratio_cell(own, by_model[PLAIN]), memory])
-    return [f"## {length:,} tokens", "", *table(["", "ms", "÷ unpatched", "rise, MiB"], rows)]
+    lead = f"Other programs used {found['others']:.2f} CPUs during the timings."
+    return [f"## {length:,} tokens", "", lead, "", *table(["", "ms", "÷ unpatched", "rise, MiB"], rows)]
 
 
 def main(arguments: list[str] | None = None) -> str:
@@ -166,17 +157,22 @@ def main(arguments: list[str] | None = None) -> str:
     parser.add_argument("--out", type=Path, default=Path("recipes/results/real_cost"))
     options = parser.parse_args(arguments)
     turns, tokens = SIZES[options.size]
-    (machine, own), start = busy_seconds(), time.perf_counter()
-    found = {length: times(options.model, length, count) for length, count in turns.items()}
-    spent = [after - before for after, before in zip(busy_seconds(), (machine, own), strict=True)]
-    others = max(spent[0] - spent[1], 0) / (time.perf_counter() - start)
-    quiet = f"{provenance([{'made': made()}])[:-1]}; other programs used {others:.2f} CPUs during the timings."
-    lines = opening(f"What a real model's conversion costs: {Path(options.model).name}", __doc__, quiet)
-    for length in turns:
-        rises = {name: rise(options.model, name, length) for name in (PLAIN, *SCHEMES)}
-        lines += length_section(length, found[length], rises)
-    lines += jobs_section(jobs(options.model, options.text, tokens), tokens)
-    return publish("\n".join(lines), options.out)
+    runs, model, lines = Runs(options.out.with_suffix(".jsonl")), options.model, []
+    settings = {"model": Path(model).name, "size": options.size}
+    for length, count in turns.items():
+        found = runs.get({**settings, "part": "times", "length": length}, partial(times, model, length, count))
+        rises = {}
+        for name in (PLAIN, *SCHEMES):
+            asked = {**settings, "part": "rise", "length": length, "way": name}
+            rises[name] = runs.get(asked, partial(in_process, rise, model, name, length))["bytes"]
+        lines += length_section(length, found, rises)
+    done = {}
+    for name in JOBS:
+        asked = {**settings, "part": "job", "job": name, "text": Path(options.text).name}
+        done[name] = runs.get(asked, partial(job, name, model, options.text, tokens))
+    lines += jobs_section(done, tokens)
+    top = opening(f"What a real model's conversion costs: {settings['model']}", __doc__, provenance(runs.used))
+    return publish("\n".join([*top, *lines]), options.out)
 
 
 if __name__ == "__main__":
