@@ -43,16 +43,16 @@ def for_server(layer: Any, q: Tensor, options: dict[str, Any]) -> Tensor:
     return q
 
 
-def check_heads(layer: Any, q: Tensor, k: Tensor, options: dict[str, Any]) -> None:
-    """Raise ValueError if a server's processes share a layer's heads, and its projections or gains are not shared.
+def check_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+    """Raise ValueError if a server's processes divide a layer's heads, but not its projections or gains.
 
-    `q` and `k` are `[B, H, T, D]`, in front of the norms.
+    Queries, keys and values are `[B, H, T, D]`, in front of the norms.
     """
     server, heads, problem = layer.config._attn_implementation, q.shape[1], None
     served = getattr(_own(layer, options), "tp_q_head_num" if server == "sglang" else "num_heads", heads)
     if served != heads:
         problem = f"{heads} heads in each, and {server} would attend with {served}: its projections are not sharded"
-    for name, x in (("q_norm", q), ("k_norm", k)):
+    for name, x in (("q_norm", q), ("k_norm", k), ("v_norm", v)):
         gain = getattr(layer._modules.get(name), "weight", None)
         if gain is not None and gain.dim() == 2 and len(gain) != x.shape[1]:
             problem = f"{x.shape[1]} heads in each, and {name} has gains for {len(gain)}: gains by head are not sharded"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from hf_qknorm.files.names import REPORT
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import has_tokenizer
 from hf_qknorm.measure import text
-from hf_qknorm.measure.distributed import gather_batches, ranks_of, unwrap
+from hf_qknorm.measure.distributed import Batches, gather_batches, ranks_of, unwrap
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, layer_reports, loss_of, require_causal
@@ -62,7 +64,7 @@ def remeasure(
         found = evaluate(bare, batches, cap, ranks, compared=False)
     finally:
         bare.train(training)
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    tokens = _count(batches)
     report = Calibration(
         method=MEASURED,
         tokens=tokens,
@@ -143,11 +145,11 @@ def export_measured(
     text.check_text(texts)
     folder, destination = user_path(src, "src"), user_path(dst, "dst")
     check_folder(destination, overwrite=overwrite, sources=[folder])
-    before = _loss(folder, texts, tokens, length)
+    before, count = _loss(folder, texts, tokens, length)
     losses: list[float] = []
 
     def check(folder: Path) -> None:
-        losses.append(_loss(folder, texts, tokens, length))
+        losses.append(_loss(folder, texts, tokens, length)[0])
         rise = losses[0] - before
         if max_loss_increase is not None and not rise <= max_loss_increase:
             raise ValueError(
@@ -157,7 +159,7 @@ def export_measured(
             )
 
     export = export_native(src, dst, overwrite=overwrite, end_norms=True, check_result=check)
-    return MeasuredExport(export, before, losses[0], tokens)
+    return MeasuredExport(export, before, losses[0], count)
 
 
 def measured_ways(
@@ -174,22 +176,28 @@ def measured_ways(
     ways, folder = serving_ways(src), user_path(src, "src")
     if all(way.cost != INEXACT for way in ways):
         raise ValueError(f"{src}: no way to serve it has a cost to measure. List them without --texts")
-    with open_source(folder) as source:
-        length = text.sequence_length(source.config, length)
-        with loaded_with_text(source, texts, tokens, length) as (model, row, sequences):
-            batches = text.batches_for(model, [row], None, batch=sequences, length=length, max_tokens=tokens)
-            before = loss_of(model, batches)
-            set_knee(model, math.inf)
-            after = loss_of(remove_norms(model), batches)
-    cost = f"inexact: {after - before:+.4f} nats per token on {tokens:,} tokens"
+    with _loaded(folder, texts, tokens, length) as (model, batches):
+        before = loss_of(model, batches)
+        set_knee(model, math.inf)
+        after = loss_of(remove_norms(model), batches)
+    cost = f"inexact: {after - before:+.4f} nats per token on {_count(batches):,} tokens"
     return [replace(way, cost=cost) if way.cost == INEXACT else way for way in ways]
 
 
-def _loss(folder: Path, texts: str, tokens: int, length: int | None) -> float:
-    """The loss of a checkpoint's model on a text."""
+def _loss(folder: Path, texts: str, tokens: int, length: int | None) -> tuple[float, int]:
+    """The loss of a checkpoint's model on a text, and the number of its tokens."""
+    with _loaded(folder, texts, tokens, length) as (model, batches):
+        return loss_of(model, batches), _count(batches)
+
+
+@contextmanager
+def _loaded(folder: Path, texts: str, tokens: int, length: int | None) -> Iterator[tuple[Any, Batches]]:
+    """Yield a checkpoint's model, and the batches of a text."""
     with open_source(folder) as source:
         length = text.sequence_length(source.config, length)
         with loaded_with_text(source, texts, tokens, length) as (model, row, sequences):
-            return loss_of(
-                model, text.batches_for(model, [row], None, batch=sequences, length=length, max_tokens=tokens)
-            )
+            yield model, text.batches_for(model, [row], None, batch=sequences, length=length, max_tokens=tokens)
+
+
+def _count(batches: Batches) -> int:
+    return sum(batch["input_ids"].numel() for batch in batches)

@@ -58,9 +58,9 @@ class PlainAttention(nn.Module):
         q, k, v, *rest = style.project(self, hidden_states, **taken)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         served = self.config._attn_implementation in servers.SERVER_BACKENDS
-        if served:
-            servers.check_heads(self, q, k, kwargs)
         if style.parts is None:
+            if served:
+                servers.check_heads(self, q, k, v, kwargs)
             v = self.normed("v_norm", v)
         if cache is not None:
             cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's

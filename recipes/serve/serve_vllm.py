@@ -171,10 +171,8 @@ def main() -> int:
     if not options.quick:
         modes["hf_qknorm"] = (package, ("--package",))
     chosen = [name for name in SERVED if not options.cases or any(part in name for part in options.cases)]
-    if options.workers > 1:
-        chosen = [
-            name for name in chosen if "BLOOM" not in name
-        ]  # refused as by one process, but only a worker's log says why
+    # BLOOM is refused as by one process, but only a worker's log says why.
+    chosen = [name for name in chosen if options.workers == 1 or "BLOOM" not in name]
     folders = {name: work / f"case{number}" for number, name in enumerate(SERVED) if name in chosen}
     expected = {name: build(folder, name) for name, folder in folders.items()}
     shared = f", {options.workers} workers" if options.workers > 1 else ""
