@@ -214,7 +214,7 @@ def write(plan: Plan, runs: Runs, tau: float, means: dict[float, float]) -> str:
         edge = " The best is the smallest tried: a smaller one may be better." if tau == min(means) else ""
         edge += " It also multiplies all steps of queries and keys; a constant factor alone is not among the arms."
         sections += [f"QuacK's τ, by the mean loss of its tuning runs: {tried}.{edge}", ""]
-    question, _, setting, rules, *_ = (__doc__ or "").split("\n\n")
+    question, _, setting, rules, real, *_ = (__doc__ or "").split("\n\n")
     about = f"`{size}`; it knows {plan.common['known']}, and learns {plan.common['text']}; {options.seeds} seeds."
     tables = " and ".join(f"{loss:.3f} (a {name} table)" for name, loss in ngrams.items())
     counted = f"Tables that count the new text's tokens, with 0.1 added to each count, reach {tables}."
@@ -224,6 +224,7 @@ def write(plan: Plan, runs: Runs, tau: float, means: dict[float, float]) -> str:
         question,
         setting,
         rules,
+        *([real] if options.size == "real" else []),
         about,
     ]
     lines = [line for paragraph in [*top, *([counted] if ngrams else []), provenance(runs.used)]
