@@ -9,6 +9,7 @@ from typing import Any
 
 from continued_page import Grid, largest_logit
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from run_log import Row
 
 from hf_qknorm.measure.plotting import INK, save_figure
@@ -55,7 +56,7 @@ def plot_rates(arms: Mapping[str, Grid], ngrams: Mapping[str, float], path: Path
     for axes in (left, right):
         axes.set(xscale="log", xlabel="learning rate")
         axes.set_xticks(next(iter(arms.values())).rates, [f"{x:g}" for x in next(iter(arms.values())).rates])
-        axes.minorticks_off()
+        axes.xaxis.set_minor_locator(NullLocator())
     finish(figure, [left, right], path)
 
 
