@@ -28,7 +28,8 @@ above the same run without the fault.
 
 An arm that is "opened and removed" raises its knee to infinity in the last quarter of the run, and is judged as the
 plain model, after `remove_norms`. `--size real` is for a model of 135 M parameters on a CPU, in 60 steps of 4×256
-tokens: SmolLM2 learns Shakespeare at 1e-4, 1e-3 and 3e-3, with AdamW and with Muon, and two seeds.
+tokens: its plan, fixed before the runs, is SmolLM2 on Shakespeare at 1e-4, 1e-3 and 3e-3, with AdamW and Muon, two
+seeds.
 
 `--size gpu` first trains a Llama of 60 M parameters on the known text unless a checkpoint is given, and then takes 79 M
 tokens per run; it has not been run yet. With `--minutes` the recipe stops in time and continues when it is called
