@@ -21,7 +21,17 @@ SWITCH: Final = "HF_QKNORM_CPU"
 _served: set[tuple[Any, ...]] = set()  # kinds of calls: to look up a verdict takes as long as a step of generation
 
 
-def why_not(heads: Heads, visible: Visible, options: Options, operator: OperatorName = "cpu") -> str | None:
+def why_not_yet(heads: Heads, visible: Visible, options: Options) -> str | None:
+    """`why_not`, but inference does not wait for the compiler.
+
+    A training step does, so that its recomputation under checkpointing is the same.
+    """
+    return why_not(heads, visible, options, wait=torch.is_grad_enabled() or not options.dropout <= 0)
+
+
+def why_not(
+    heads: Heads, visible: Visible, options: Options, operator: OperatorName = "cpu", wait: bool = True
+) -> str | None:
     """The reason why the kernels do not serve a call, or None; the operators are "cpu" and "cpu_statistics".
 
     The first call of a machine compiles them, and the first call of each kind checks them; a trace does neither.
@@ -33,7 +43,7 @@ def why_not(heads: Heads, visible: Visible, options: Options, operator: Operator
     kind = None if traced else _kind(heads, visible, options, operator)
     if kind is not None and kind in _served:
         return None
-    reason = attention.why_not(heads, visible, options) or why_not_here(traced, torch.compiler.is_exporting())
+    reason = attention.why_not(heads, visible, options) or why_not_here(traced, torch.compiler.is_exporting(), wait)
     if reason is not None:
         return reason
     reason = first_use.why_distrusted(heads, visible, options, operator)
@@ -55,7 +65,7 @@ def _kind(heads: Heads, visible: Visible, options: Options, operator: OperatorNa
 
 
 def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
-    """Whether `norm_rope.norm_rope_one` serves a call, where the kernels are there (`is_ready`): one without gradients.
+    """Whether `norm_rope.norm_rope` serves heads, where the kernels are there (`is_ready`).
 
     The first call of each kind checks it. Raises RuntimeError if HF_QKNORM_CPU=1 demands a kernel that fails its check.
     """
@@ -67,7 +77,7 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     )
     if key in _served:
         return True
-    if torch.is_grad_enabled() or not norm_rope.takes(x, norm, rotary):
+    if not norm_rope.takes(x, norm, rotary):
         return False
     heads = Heads(x, x, x, norm, Norm(), rotary)
     reason = first_use.why_distrusted(heads, ALL_KEYS, NO_OPTIONS, "cpu_norm_rope")
@@ -93,10 +103,11 @@ def _was_compiled() -> bool:
 
 
 @constant_in_traces
-def why_not_here(traced: bool = False, exported: bool = False) -> str | None:
+def why_not_here(traced: bool = False, exported: bool = False, wait: bool = True) -> str | None:
     """The reason why the kernels do not run in this process, or None. They are compiled if they were not before.
 
-    Nothing is compiled in a trace, nor in a daemon, such as a worker of a DataLoader: many start at once.
+    Without `wait` it returns while the compiler works, unless the kernels are demanded. Nothing is compiled in a trace,
+    nor in a daemon, such as a worker of a DataLoader: many start at once.
     """
     wanted = os.environ.get(SWITCH)
     if wanted not in (None, "0", "1"):
@@ -106,7 +117,7 @@ def why_not_here(traced: bool = False, exported: bool = False) -> str | None:
     if exported:
         return "an exported graph runs on machines without the C++ kernels, too"
     many = multiprocessing.current_process().daemon
-    reason = build.why_not_ready() if traced or many else build.why_not_built()
+    reason = build.why_not_ready() if traced or many else build.why_not_built(wait or wanted == "1")
     return reason if reason is None else _refused(reason)
 
 

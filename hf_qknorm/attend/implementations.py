@@ -32,9 +32,10 @@ class Implementation(NamedTuple):
     """An implementation of attention.
 
     `words` name it in logs. `why_not` returns the reason why it does not take a call, or None; the first call of a kind
-    may compile and check it. `run` computes `[B, H, T, D]`. `devices` are those where "hf_qknorm" tries it, none for
-    all. `name` is that of the attention function that takes it or raises ValueError, if there is one. `takes_masks`:
-    arbitrary masks too, and so a position bias in one.
+    may compile and check it. `why_not_yet` is the same for "hf_qknorm", if that does not wait for a compiler. `run`
+    computes `[B, H, T, D]`. `devices` are those where "hf_qknorm" tries it, none for all. `name` is that of the
+    attention function that takes it or raises ValueError, if there is one. `takes_masks`: arbitrary masks too, and so a
+    position bias in one.
     """
 
     words: str
@@ -43,6 +44,7 @@ class Implementation(NamedTuple):
     devices: tuple[str, ...] = ()
     name: str | None = None
     takes_masks: bool = False
+    why_not_yet: Callable[[Heads, Visible, Options], str | None] | None = None
 
 
 def _why_not_triton(heads: Heads, visible: Visible, options: Options) -> str | None:
@@ -57,7 +59,11 @@ def _why_not_flex(heads: Heads, visible: Visible, options: Options) -> str | Non
 TRITON: Final = Implementation(
     "its Triton kernels", _why_not_triton, library.fused_attention, ("cuda",), name="hf_qknorm_triton"
 )
-CPP: Final = Implementation("its C++ kernels", cpu_kernels.why_not, cpu.attention, ("cpu",), name="hf_qknorm_cpu")
+CPP: Final = Implementation(
+    *("its C++ kernels", cpu_kernels.why_not, cpu.attention, ("cpu",)),
+    name="hf_qknorm_cpu",
+    why_not_yet=cpu_kernels.why_not_yet,
+)
 FLEX: Final = Implementation("FlexAttention", _why_not_flex, flex.attention, ("cuda",))
 TILED: Final = Implementation(
     "tiled in PyTorch", lambda *call: None, library.attention, name="hf_qknorm_tiled", takes_masks=True
@@ -80,7 +86,7 @@ def choose(call: Call) -> Choice:
     device, reasons = device_type(call.heads.q), []
     tried = [x for x in IMPLEMENTATIONS if not x.devices or device in x.devices]
     for implementation in tried:
-        reason = implementation.why_not(*call)
+        reason = (implementation.why_not_yet or implementation.why_not)(*call)
         if reason is None:
             break
         if reason not in reasons:

@@ -57,25 +57,31 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm and rotate q and k: on a CPU a step of generation in C++, if its kernels are there and there is a norm.
+        """Norm and rotate q and k: on a CPU in C++, if its kernels are there and there is a norm.
 
-        Longer inputs always go through PyTorch: their numbers do not depend on whether C++ is there.
+        For the backends of other libraries it is a step of generation alone: the numbers of longer inputs do not depend
+        on whether C++ is there, as those of their attention do not.
         """
+        ours = self.config._attn_implementation in ("hf_qknorm", implementations.CPP.name)
         step = cache is not None and q.shape[2] == 1 and not torch.is_grad_enabled()
-        norms = self._cpu_norms() if step and q.is_cpu and self.family.rope is not None else None
-        if norms is None:
-            return super()._norm_rotate(q, k, v, positions, cache, options)
-        rotary = kernel_rotary(positions, self.family.rope)
-        q_norm, k_norm = norms
-        if not (cpu_kernels.serves_norm_rope(q, q_norm, rotary) and cpu_kernels.serves_norm_rope(k, k_norm, rotary)):
-            return super()._norm_rotate(q, k, v, positions, cache, options)
-        return norm_rope.norm_rope_one(q, q_norm, rotary), norm_rope.norm_rope_one(k, k_norm, rotary), v
+        here = type(q) is Tensor and q.is_cpu and self.family.rope is not None
+        norms = self._cpu_norms(ours) if here and (ours or step) else None
+        if norms is not None:
+            rotary = kernel_rotary(positions, self.family.rope)
+            if all(map(cpu_kernels.serves_norm_rope, (q, k), norms, (rotary, rotary))):
+                return *norm_rope.norm_rope(Heads(q, k, v, *norms, rotary)), v
+        return super()._norm_rotate(q, k, v, positions, cache, options)
 
-    def _cpu_norms(self) -> tuple[Norm, Norm] | None:
-        """The norms of q and k if the C++ kernels may apply them, with RoPE; None if not, or if there are none."""
+    def _cpu_norms(self, ours: bool) -> tuple[Norm, Norm] | None:
+        """The norms of q and k if the C++ kernels may apply them, with RoPE; None if not, or if there are none.
+
+        Training on `ours` waits for the compiler, as its attention does.
+        """
         if "q_norm" not in self._modules and "k_norm" not in self._modules:
             return None
-        if self.family.style.prescaled or torch.compiler.is_compiling() or not cpu_kernels.is_ready():
+        if self.family.style.prescaled or torch.compiler.is_compiling():
+            return None
+        if not cpu_kernels.is_ready() and not (ours and cpu_kernels.why_not_here(wait=torch.is_grad_enabled()) is None):
             return None
         cpu = torch.device("cpu")
         q_norm, k_norm = self._kernel_norm("q_norm", cpu), self._kernel_norm("k_norm", cpu)

@@ -112,7 +112,7 @@ def _(
 
 @FUSED_ATTENTION_BACKWARD.fake
 def _(heads: Heads, visible: Visible, options: Options, **others: Any) -> Results:
-    return *map(laid_out, heads[:3]), *_parameters(heads.q_norm, heads.k_norm), _like(visible.sinks)
+    return *map(laid_out, heads[:3]), *parameter_gradients(heads.q_norm, heads.k_norm), _like(visible.sinks)
 
 
 @NORM_ROPE_HEADS.implement
@@ -138,7 +138,7 @@ def _(
 
 @NORM_ROPE_BACKWARD.fake
 def _(q_norm: Norm, k_norm: Norm, *_: Any, q: Tensor, k: Tensor | None, **gradients: Tensor) -> Results:
-    return [*(x if x is None else laid_out(x) for x in (q, k)), *_parameters(q_norm, k_norm)]
+    return [*(x if x is None else laid_out(x) for x in (q, k)), *parameter_gradients(q_norm, k_norm)]
 
 
 @NORM_ROPE_INTO.implement
@@ -194,7 +194,7 @@ for repeats in (FUSED_ATTENTION, FUSED_ATTENTION_BACKWARD, NORM_ROPE_HEADS, NORM
     repeats.direct = lambda values, formed=None, operator=repeats: _repeating(operator)(values, formed)
 
 
-def _parameters(*norms: Norm) -> Results:
+def parameter_gradients(*norms: Norm) -> Results:
     """Fake gradients of the norms' gains and biases; None where there is none, or no norm that uses it."""
     return [None if norm.kind == "none" else _like(x) for norm in norms for x in (norm.gain, norm.bias)]
 

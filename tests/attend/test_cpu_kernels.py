@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Thread
@@ -38,6 +41,7 @@ def choose(*heads: torch.Tensor, **options: Any) -> Choice:
 NONE = "no C++ compiler was found"
 CACHED = (
     *(build._load, build._why_impossible, build._compiler, build._flags, build._command, build._digest, build.name),
+    build._compilation,
 )
 
 
@@ -202,6 +206,62 @@ def test_a_compiled_graph_with_symbols_has_them(dropout):
         torch.testing.assert_close(got, Attention()(q, dropout))
     assert graphs
     assert set(graphs) == {"hf_qknorm.cpu_attention.default"}
+
+
+def test_inference_is_tiled_until_the_compiler_is_done(machine, caplog):
+    with torch.no_grad():
+        chosen = choose(Q, Q, Q)
+        assert chosen.implementation is TILED
+        assert build.COMPILING in str(chosen)
+        assert build._compilation().result() is None
+        assert choose(Q, Q, Q).implementation is CPP
+    assert machine.count() == 1
+    assert [record.getMessage() for record in caplog.records][1:] == ["The attention kernels for this CPU are compiled"]
+
+
+@pytest.mark.parametrize("case", ["gradients", "dropout", "demanded", "by name"])
+def test_other_calls_wait_for_it(case, machine, monkeypatch):
+    """Under checkpointing a training step is computed twice, and both times must be the same implementation."""
+    with torch.no_grad():
+        assert choose(Q, Q, Q).implementation is TILED
+    with torch.set_grad_enabled(case == "gradients"):
+        if case == "demanded":
+            monkeypatch.setenv(cpu_kernels.SWITCH, "1")
+        if case == "by name":
+            assert CPP.why_not(*call(Q, Q, Q)) is None
+        else:
+            assert choose(Q, Q, Q, dropout=0.5 if case == "dropout" else 0.0).implementation is CPP
+    assert machine.count() == 1
+
+
+def test_without_a_thread_tiled_runs(machine, monkeypatch, caplog):
+    monkeypatch.setattr(build.ThreadPoolExecutor, "submit", lambda *_: _raise(RuntimeError("can't start new thread")))
+    with torch.no_grad():
+        assert choose(Q, Q, Q).implementation is TILED
+    assert "not available: RuntimeError: can't start new thread" in caplog.text
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(machine):
+    assert build.why_not_built(wait=False) == build.COMPILING
+    child = os.fork()
+    if not child:
+        os._exit(build.why_not_built() is not None)
+    assert os.waitpid(child, 0)[1] == 0
+    assert build.why_not_built() is None
+    assert machine.count() == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_leaves_a_library(machine):
+    code = "from hf_qknorm.ops.cpu import build; assert build.why_not_built(wait=False) == build.COMPILING"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert build.why_not_ready() is None
+    assert machine.count() == 1
 
 
 def test_two_builders_compile_once(machine):

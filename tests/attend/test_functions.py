@@ -96,6 +96,17 @@ def test_backends_without_a_cap_agree(model_type, kind):
         assert_near(logits[backend], logits["hf_qknorm"], TOLERANCE, backend)
 
 
+@pytest.mark.parametrize(("model_type", "kind"), covering(["llama", "mistral", "gpt2", "qwen3"], BATCHES, strength=1))
+def test_models_without_a_patch_run_on_it(model_type, kind):
+    model, batch, found = sharp_model(model_type), make_batch(kind), {}
+    for backend in ("sdpa", "hf_qknorm"):
+        model.set_attn_implementation(backend)
+        found[backend] = outcome(model, batch)
+    for name, value in found["sdpa"].items():
+        if value.abs().max() > 1e-6:
+            assert_near(found["hf_qknorm"][name], value, TOLERANCE, name)
+
+
 @torch.no_grad()
 def test_packed_rows_are_separate_sequences(model):
     batch = make_batch("packed", labels=False)

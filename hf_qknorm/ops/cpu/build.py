@@ -1,4 +1,4 @@
-"""The C++ kernels: compiled once on a machine, at their first use, and loaded.
+"""The C++ kernels: compiled once on a machine, in a thread that begins at their first use, and loaded.
 
 The library is stored in `files.cache_folder`. Its name has a digest of its inputs: the sources, the
 flags, the versions of compiler, torch and C library, and the CPU's vector instructions. Places are no part of it:
@@ -19,6 +19,7 @@ import platform
 import re
 import shutil
 import subprocess
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -46,6 +47,7 @@ _TEMPORARY: Final = ("No space left", "Cannot allocate memory", "out of memory",
 _PREFIX: Final = "hf_qknorm_cpu_"
 _FILES: Final = re.compile(_PREFIX + r"[0-9a-f]{16}(?=\.)")  # of a library, a lock and a report too
 _LONGEST: Final = 2**16  # bytes of a reason
+COMPILING: Final = "the C++ kernels are being compiled"
 
 
 def why_unavailable() -> str | None:
@@ -73,12 +75,13 @@ def why_not_ready() -> str | None:
 
 
 @constant_in_traces
-def why_not_built() -> str | None:
+def why_not_built(wait: bool = True) -> str | None:
     """The reason why the kernels are not there after an attempt to compile them, or None.
 
-    The first call on a machine compiles them, in less than a minute; the first call in a process loads them.
+    The first call on a machine compiles them, in less than a minute; the first call in a process loads them. A call
+    that does not `wait` returns a reason, `COMPILING`, until the compiler is done.
     """
-    return _load()
+    return _load() if wait or not _is_compiling() else COMPILING
 
 
 def is_loaded() -> bool:
@@ -180,8 +183,7 @@ def _load() -> str | None:
         return reason
     try:
         library = _library()
-        unsound = library_file.why_unsound(library)
-        reason = _build(library, unsound) if unsound else None
+        reason = _compilation().result() if library_file.why_unsound(library) else None
         if reason is None:
             library_file.load(library)
     except (OSError, RuntimeError) as error:  # no home, no permission, no space, or a library that does not load
@@ -195,17 +197,41 @@ def _load() -> str | None:
     return reason
 
 
-def _build(library: Path, unsound: str) -> str | None:
+def _is_compiling() -> bool:
+    """Whether the compiler is at work in its thread, which is started if the library is missing."""
+    if _load.cache_info().currsize or why_unavailable() is not None:
+        return False
+    try:
+        return library_file.why_unsound(_library()) is not None and not _compilation().done()
+    except RuntimeError:  # no thread can be started: `_load` has the reason
+        return False
+
+
+@cache
+def _compilation() -> Future[str | None]:
+    """The result of `_build` in a thread. The process does not end before it is there."""
+    return ThreadPoolExecutor(1, "hf_qknorm_compiler").submit(_build)
+
+
+os.register_at_fork(after_in_child=_compilation.cache_clear)  # the child has no such thread
+
+
+def _build() -> str | None:
     """Compile, unless another process did so meanwhile. Returns the reason for a failure."""
+    library = _library()
     make_folder()
     if os.path.lexists(library):
-        logger.warning("%s. The library is compiled again", unsound)
+        logger.warning("%s. The library is compiled again", library_file.why_unsound(library))
     with FileLock(library.with_suffix(".lock")):
         if library_file.why_unsound(library) is None:
             return None
         if reason := _reported():
             return reason
-        logger.warning("Compiling the attention kernels for this CPU, once, in less than a minute: %s", library)
+        logger.warning(
+            "Compiling the attention kernels for this CPU, once, in less than a minute: %s. Training waits for them, "
+            "and inference runs in PyTorch meanwhile",
+            library,
+        )
         command = [*_command(), f"-DHF_QKNORM_LIBRARY={name()}", "-o"]
         try:
             library_file.store_library(
@@ -218,5 +244,6 @@ def _build(library: Path, unsound: str) -> str | None:
                 reason = f"{reason}. The whole report is in {_report()}: delete it to compile again"
                 store_text(_report(), f"{reason}\n{error.stderr}")
             return reason
+    logger.warning("The attention kernels for this CPU are compiled")
     remove_unused(_FILES)
     return None

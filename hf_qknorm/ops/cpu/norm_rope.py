@@ -1,47 +1,58 @@
-"""Norm and RoPE in C++ on the CPU, without gradients: one call in the place of thirty of torch's."""
+"""Norm and RoPE of heads in C++ on the CPU: the operator `cpu_norm_rope`, and the calls that it takes.
+
+All arithmetic is in fp32, whatever the dtype of the heads, with one rounding at the end.
+"""
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.operators import PARAMETERS, QUERIES_KEYS, Results, parameter_gradients
+from hf_qknorm.ops.registration import AS_NORMS, NORM_ROPE, Operator, flatten_norms, is_plain
+from hf_qknorm.ops.types import Heads, Norm, Rotary, laid_out
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_COLUMNS: Final = 256
+NO_NORM: Final = Norm()
+
+
+def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
+    """`reference.norm_rope`, rounded once: q `[B, H, T, D]` and k `[B, Hk, T, D]`, laid out as `[B, T, H, D]`.
+
+    The caller asks `attend.cpu_kernels`. Raises ValueError for tensors that do not fit, with their name, and
+    RuntimeError where the kernels can't be compiled.
+    """
+    q, k, _, q_norm, k_norm, rotary = heads
+    angles = () if rotary is None else rotary[:2]
+    if is_plain((q, k, *q_norm[1:3], *k_norm[1:3], *angles)):  # a step of generation: see `attention.attention`
+        return _forward(q, q_norm, rotary), _forward(k, k_norm, rotary)
+    return CPU_NORM_ROPE({"q": q, "k": k, **flatten_norms(q_norm, k_norm, rotary)})
 
 
 def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
-    """`reference.norm_rope_one` of heads `[B, H, T, D]`, rounded once; the result is laid out as `[B, T, H, D]`.
-
-    It has no gradient. The caller asks `attend.cpu_kernels`. Raises ValueError for tensors that do not fit x, with
-    their name, and RuntimeError where the kernels can't be compiled.
-    """
-    name, gain, bias, _, eps, _, sharpness = norm
-    kind, (cos, sin, interleaved) = NORMS.get(name), (None, None, False) if rotary is None else rotary
-    switches = (False, False, False) if kind is None else (True, kind.centred, kind.summed)
-    numbers = float(eps), sharpness
-    result: Tensor = build.operators().norm_rope(x, *switches, gain, bias, *numbers, cos, sin, interleaved)
-    return result
+    """`norm_rope` of queries or keys `[B, H, T, D]` alone."""
+    return CPU_NORM_ROPE({"q": x, "k": None, **flatten_norms(norm, NO_NORM, rotary)})[0]
 
 
 def takes(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
-    """Whether `norm_rope_one` takes these heads; `attend.cpu_kernels` knows whether they are trusted.
+    """Whether the kernels take these heads; `attend.cpu_kernels` knows whether they are trusted.
 
     PyTorch broadcasts other shapes, or raises its own error.
     """
-    known = norm.kind == "none" or (norm.kind in NORMS and not NORMS[norm.kind].any_order)
-    fits = x.device.type == "cpu" and x.dtype in DTYPES and x.shape[3] <= MOST_COLUMNS
-    return known and fits and norm.blend is None and type(x) is Tensor and _fits(x, norm, rotary)
+    return x.device.type == "cpu" and type(x) is Tensor and _fits(x, norm, rotary)
 
 
 def _fits(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
-    """Whether gain, bias and angles have the shapes that the operator takes."""
+    """Whether kind and dtype are known, and gain, bias and angles have the shapes that the operator takes."""
     batch, heads, length, columns = x.shape
+    known = norm.kind == "none" or (norm.kind in NORMS and not NORMS[norm.kind].any_order)
+    if not known or norm.blend is not None or x.dtype not in DTYPES or columns > MOST_COLUMNS:
+        return False
     parameters = [value for value in (norm.gain, norm.bias) if value is not None]
     if any((*value.shape,) not in ((1,), (columns,), (heads, columns)) for value in parameters):
         return False
@@ -50,3 +61,67 @@ def _fits(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     cos, sin, _ = rotary
     angles = [(rows, length) for rows in (1, batch)]
     return cos.shape == sin.shape and cos.dim() == 3 and cos.shape[:2] in angles and 2 * cos.shape[2] <= columns
+
+
+def _check(
+    q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor | None, **gradients: Tensor
+) -> None:
+    for side, x, norm in (("q", q, q_norm), ("k", k, k_norm)):
+        if x is not None and not _fits(x, norm, rotary):
+            raise ValueError(
+                f"the C++ kernels do not take {side} {list(x.shape)} in {x.dtype} with {norm.kind!r} and these "
+                "parameters and angles: use reference.norm_rope"
+            )
+
+
+def _arguments(x: Tensor, norm: Norm, rotary: Rotary | None) -> tuple[Any, ...]:
+    name, gain, bias, _, eps, _, sharpness = norm
+    kind, angles = NORMS.get(name), (None, None, False) if rotary is None else rotary
+    switches = (False, False, False) if kind is None else (True, kind.centred, kind.summed)
+    return x, *switches, gain, bias, float(eps), sharpness, *angles
+
+
+def _forward(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
+    result: Tensor = build.operators().norm_rope(*_arguments(x, norm, rotary))
+    return result
+
+
+def _backward(
+    x: Tensor, norm: Norm, rotary: Rotary | None, grad: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Gradients of x, gain and bias."""
+    dx, *sums = build.operators().norm_rope_backward(*_arguments(x, norm, rotary), grad)
+    dgain, dbias = (
+        None if value is None or norm.kind == "none" else total.sum_to_size(value.shape).to(value.dtype)
+        for value, total in zip((norm.gain, norm.bias), sums, strict=True)
+    )
+    return dx, dgain, dbias
+
+
+CPU_NORM_ROPE = Operator("cpu_norm_rope", QUERIES_KEYS | NORM_ROPE, "(Tensor, Tensor)", AS_NORMS, _check)
+CPU_NORM_ROPE_BACKWARD = CPU_NORM_ROPE.derivative(("dq", "dk"), (), (*QUERIES_KEYS, *PARAMETERS))
+
+
+@CPU_NORM_ROPE.implement
+def _(q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor | None) -> Results:
+    return _forward(q, q_norm, rotary), None if k is None else _forward(k, k_norm, rotary)
+
+
+@CPU_NORM_ROPE.fake
+def _(*norms: Any, q: Tensor, k: Tensor | None) -> Results:
+    return [x if x is None else laid_out(x) for x in (q, k)]
+
+
+@CPU_NORM_ROPE_BACKWARD.implement
+def _(
+    q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor | None, dq: Tensor, dk: Tensor
+) -> Results:
+    dq, *of_q = _backward(q, q_norm, rotary, dq)
+    dk, *of_k = (None, None, None) if k is None else _backward(k, k_norm, rotary, dk)
+    return dq, dk, *of_q, *of_k
+
+
+@CPU_NORM_ROPE_BACKWARD.fake
+def _(q_norm: Norm, k_norm: Norm, *_: Any, q: Tensor, k: Tensor | None, **gradients: Tensor) -> Results:
+    heads = [x if x is None else laid_out(x) for x in (q, k)]
+    return [*heads, *parameter_gradients(q_norm, k_norm)]

@@ -115,8 +115,14 @@ def _cpp_norm_rope(seed: int) -> Values:
     draw = _Draw(seed, fused=False)
     x = draw.normal(draw.batch, draw.queries, draw.heads, draw.columns).transpose(1, 2)
     gain, bias = (draw.maybe(lambda: draw.parameter(draw.heads)) for _ in range(2))
-    switches = {"normed": True, "centred": False, "summed": False}
-    return {"x": x, **switches, "gain": gain, "bias": bias, "eps": 0.5, "sharpness": 8, **draw.angles()}
+    switches = {name: draw.random.random() < 0.5 for name in ("centred", "summed")}
+    eps = {"eps": 0.5, "sharpness": draw.random.choice(SHARPNESSES)}
+    return {"x": x, "normed": True, **switches, "gain": gain, "bias": bias, **eps, **draw.angles()}
+
+
+def _cpp_norm_rope_backward(seed: int) -> Values:
+    values = _cpp_norm_rope(seed)
+    return values | {"grad": torch.ones_like(values["x"])}
 
 
 def _cpp_call(name: str, values: Values) -> list[Tensor]:
@@ -194,7 +200,7 @@ FUSED = {
     "fused_step": operators.FUSED_STEP,
 }
 DRAWS = {
-    "cpp": {"backward": _cpp_backward, "norm_rope": _cpp_norm_rope},
+    "cpp": {"backward": _cpp_backward, "norm_rope": _cpp_norm_rope, "norm_rope_backward": _cpp_norm_rope_backward},
     "triton": {
         "fused_attention": _fused, "fused_attention_backward": _fused_backward, "norm_rope": _norm_rope,
         "norm_rope_backward": _norm_rope_backward, "norm_rope_into": _into, "fused_step": _step,

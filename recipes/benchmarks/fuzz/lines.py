@@ -17,6 +17,7 @@ Sizes = dict[str, int]  # the axes of its tensors, by name
 SCALAR: Final = "() | 1"
 HEADS: Final = "fp32, bf16 or fp16"
 OF_Q: Final = "q's dtype"
+OF_X: Final = "x's dtype"
 FLOATING: Final = "floating point"
 DTYPES: Final[dict[str, tuple[torch.dtype, ...]]] = {
     HEADS: (torch.float32, torch.bfloat16, torch.float16),
@@ -50,7 +51,7 @@ class Line:
             return self.optional
         if not isinstance(x, Tensor) or x.device != torch.device("cpu") or x.layout != torch.strided:
             return False
-        wanted = (values.get("q", x).dtype,) if self.dtype == OF_Q else DTYPES[self.dtype]
+        wanted = (values.get(self.dtype[0], x).dtype,) if self.dtype in (OF_Q, OF_X) else DTYPES[self.dtype]
         if x.dtype not in wanted:
             return False
         shapes = [shape.replace("()", "").split() for shape in self.shapes.split("|")]

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from fuzz.lines import FLOATING, HEADS, OF_Q, SCALAR, Line, Number, Sizes, Table, Values, is_finite
+from fuzz.lines import FLOATING, HEADS, OF_Q, OF_X, SCALAR, Line, Number, Sizes, Table, Values, is_finite
 from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 
 MOST_COLUMNS: Final = 256
@@ -81,6 +81,7 @@ CPP_NORM_ROPE: Final[Table] = {
     "sin": SIN,
     "interleaved": SWITCH,
 }
+CPP_NORM_ROPE_BACKWARD: Final[Table] = CPP_NORM_ROPE | {"grad": Line("B H T D", OF_X)}
 
 
 def _whole_rows(sizes: Sizes, values: Values) -> bool:
@@ -177,6 +178,7 @@ CPP: Final[dict[str, Table]] = {
     "measure": MEASURE,
     "backward": BACKWARD,
     "norm_rope": CPP_NORM_ROPE,
+    "norm_rope_backward": CPP_NORM_ROPE_BACKWARD,
 }
 TRITON: Final[dict[str, Table]] = {
     "fused_attention": FUSED,

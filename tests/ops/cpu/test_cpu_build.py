@@ -17,6 +17,7 @@ from hf_qknorm.ops.cpu import build
 
 CACHED = (
     *(build._why_impossible, build._compiler, build._flags, build._command, build._digest, build.name, build._load),
+    build._compilation,
 )
 COMPILER = """#!/bin/sh
 echo "$@" >> {calls}
@@ -167,10 +168,11 @@ def test_a_library_that_is_not_as_it_was_compiled_is_compiled_again(
         assert build.why_not_ready() is None
         assert compilations(calls) == 2
         forget()
-    first, second = (record.getMessage() for record in caplog.records)
+    first, second, third = (record.getMessage() for record in caplog.records)
     assert str(library.with_suffix("")) in first
     assert first.endswith("The library is compiled again")
     assert second.startswith("Compiling")
+    assert third.endswith("are compiled")
     assert not library.is_symlink()
 
 

@@ -1,4 +1,4 @@
-"""Norm and RoPE in C++: within the error budget, and taken by models for steps of generation."""
+"""Norm and RoPE in C++: within the error budget, with their gradients, and taken by models."""
 
 from __future__ import annotations
 
@@ -13,50 +13,70 @@ from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import norm_rope
+from hf_qknorm.ops.registration import flatten_norms
 from hf_qknorm.ops.trust import first_use
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.norm_cases import CASES, Case, draw, expected, gradients_like
 
-HEADS = 3
-GAINS = {"shared": (40,), "per_head": (HEADS, 40), "scalar": (1,), "none": None}
-
-
-def problem(
-    kind: str, gain: str, dtype: torch.dtype, batch: int, pairs: int, sharpness: int
-) -> tuple[Tensor, Norm, Rotary | None]:
-    """Heads `[2, H, 5, 40]` laid out as a projection's, with a row of zeros; a norm; a rotation of some columns.
-
-    The norm's knee is in the middle of the rows' sizes.
-    """
-    torch.manual_seed(0)
-    x = (5 * torch.randn(2, 5, HEADS, 40)).to(dtype)
-    x[0, 0] = 0
-    shape = GAINS[gain]
-    parameters = [None if shape is None else torch.randn(shape).to(dtype) for _ in range(2)]
-    angles = torch.randn(batch, 5, 2 * pairs)
-    rotary = Rotary(angles.cos()[..., :pairs], angles.sin()[..., ::2], pairs == 8) if pairs else None
-    return x.transpose(1, 2), Norm(kind, *parameters, None, torch.tensor(25.0), 2.0, sharpness), rotary
+TAKEN = [case._replace(factor=1.0) for case in CASES if "lp" not in case.norms and case.blend is None]
+NORMED = Norm("rms", torch.ones(16))
 
 
-def doubled(norm: Norm, rotary: Rotary | None) -> tuple[Norm, Rotary | None]:
-    wide = [x.double() if isinstance(x, Tensor) else x for x in norm]
-    return Norm(*wide), None if rotary is None else rotary._replace(cos=rotary.cos.double(), sin=rotary.sin.double())
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_results_and_gradients(case: Case) -> None:
+    call = draw(case)
+    dq, dk = gradients_like(call)
+    leaves = {name: x.detach().requires_grad_() for name, x in call.leaves.items()}
+    norms = (
+        norm._replace(gain=leaves.get(f"{side}_gain"), bias=leaves.get(f"{side}_bias"))
+        for side, norm in (("q", call.q_norm), ("k", call.k_norm))
+    )
+    heads = Heads(leaves["q"], leaves["k"], leaves["k"], *norms, call.rotary)
+    made = norm_rope.norm_rope(heads)
+    got = dict(zip(leaves, torch.autograd.grad(made, [*leaves.values()], (dq, dk)), strict=True))
+    *exact, exact_gradients = expected(call, dq, dk, torch.float64)
+    *eager, eager_gradients = expected(call, dq, dk, case.dtype)
+    for name, x, *wanted in zip("qk", made, exact, eager, strict=True):
+        assert_within_budget(x.detach(), *wanted, name)
+    for name, value in exact_gradients.items():
+        assert got[name].dtype == case.dtype
+        assert_within_budget(got[name], value, eager_gradients[name], f"gradient of {name}")
+    for x in (*made, got["q"], got["k"]):
+        assert x.transpose(1, 2).is_contiguous()
+    with torch.no_grad():
+        assert all(map(torch.equal, norm_rope.norm_rope(heads), made))
+    again = torch.autograd.grad(norm_rope.norm_rope(heads), [*leaves.values()], (dq, dk))
+    assert all(map(torch.equal, again, got.values()))
 
 
-KINDS = [("rms", 1), ("rms", 2), ("rms", 8), ("layer", 1), ("layer", 4), ("l2", 1), ("l2", 8), ("none", 1)]
-SHAPES = [("shared", 1, 20), ("per_head", 2, 8), ("scalar", 2, 0), ("none", 1, 6)]
+@pytest.mark.parametrize("kind", ["rms", "layer", "l2"])
+def test_many_rows_are_shared_out_among_threads(kind: str) -> None:
+    test_results_and_gradients(Case(norms=(kind, "rms"), head_dim=64, length=600, batch=2, heads=(4, 2), factor=1.0))
 
 
-@pytest.mark.parametrize(("dtype", "norm", "shape"), covering(norm_rope.DTYPES, KINDS, SHAPES), ids=str)
-def test_heads_are_within_the_budget(dtype, norm, shape):
-    (kind, sharpness), (gain, batch, pairs) = norm, shape
-    x, norm, rotary = problem(kind, gain, dtype, batch, pairs, sharpness)
-    got = norm_rope.norm_rope_one(x, norm, rotary)
-    exact = reference.norm_rope_one(x.double(), *doubled(norm, rotary))
-    assert got.shape == x.shape
-    assert got.stride() == x.stride()
-    assert_within_budget(got, exact, reference.norm_rope_one(x, norm, rotary), kind)
+@pytest.mark.parametrize("eps", [0.0, 1e-6])
+@pytest.mark.parametrize("sharpness", [1, 8])
+def test_rows_of_zeros_have_no_gradient(eps: float, sharpness: int) -> None:
+    x = torch.zeros(1, 2, 3, 16, requires_grad=True)
+    norm_rope.norm_rope_one(x, Norm("rms", eps=eps, sharpness=sharpness), None).sum().backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+def test_the_operator_is_one_of_torch() -> None:
+    q, k = (torch.randn(1, heads, 5, 16, requires_grad=True) for heads in (4, 2))
+    fields = {"q": q, "k": k, **flatten_norms(NORMED, NORMED, Rotary(torch.ones(1, 5, 8), torch.zeros(1, 5, 8)))}
+    operator = norm_rope.CPU_NORM_ROPE
+    torch.library.opcheck(operator.overload, operator.arguments(fields))
+
+
+@pytest.mark.parametrize("norm", [Norm("lp"), Norm("rms", torch.ones(3))], ids=["lp", "gain"])
+def test_what_does_not_fit_is_refused(norm: Norm) -> None:
+    x = torch.zeros(1, 2, 3, 16, requires_grad=True)
+    with pytest.raises(ValueError, match=r"do not take q \[1, 2, 3, 16\] in torch.float32 with"):
+        norm_rope.norm_rope_one(x, norm, None)
 
 
 @pytest.mark.parametrize(("kind", "size", "sharpness"), covering(["rms", "layer", "l2"], [1e-18, 1e18], [1, 8]))
@@ -137,8 +157,9 @@ def test_a_right_kernel_passes_its_check(kind, unchecked):
     first_use._reasons.clear()
     assert served(Norm(kind, torch.ones(16)))
     assert not first_use._reasons  # it is not asked again
-    with torch.enable_grad():
-        assert not cpu_kernels.serves_norm_rope(torch.zeros(1, 2, 3, 16), Norm(kind, torch.ones(16)), None)
+    with torch.enable_grad():  # its gradients are checked as well
+        assert cpu_kernels.serves_norm_rope(torch.zeros(1, 2, 3, 16), Norm(kind, torch.ones(16)), None)
+    assert [path[6] for path in first_use._reasons] == [kind != "none"]
 
 
 def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplog):
@@ -155,10 +176,10 @@ def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplo
 
 @pytest.fixture
 def calls(monkeypatch) -> list[Tensor]:
-    """The heads of each call."""
+    """The queries of each call."""
     found: list[Tensor] = []
-    inner = norm_rope.norm_rope_one
-    monkeypatch.setattr(norm_rope, "norm_rope_one", lambda x, *rest: found.append(x) or inner(x, *rest))
+    inner = norm_rope.norm_rope
+    monkeypatch.setattr(norm_rope, "norm_rope", lambda heads: found.append(heads.q) or inner(heads))
     return found
 
 
@@ -178,8 +199,8 @@ def step(model: LlamaForCausalLM) -> None:
         model(ids[:, 8:], **{CACHE: model(ids[:, :8], use_cache=True)[CACHE]})
 
 
-@pytest.mark.parametrize("scheme", ["qk_norm", "qk_norm_cap", "q_norm"])
-def test_models_take_it_for_a_step_of_generation(scheme, calls):
+@pytest.mark.parametrize("scheme", ["qk_norm", "q_norm"])
+def test_models_on_sdpa_take_it_for_a_step_of_generation(scheme, calls):
     made, ids = model(scheme), torch.arange(9)[None]
     step(made)  # the first one checks the kernel
     calls.clear()
@@ -189,11 +210,35 @@ def test_models_take_it_for_a_step_of_generation(scheme, calls):
         cache = made(ids[:, :8])[CACHE]
         assert not calls
         last = made(ids[:, 8:], **{CACHE: cache}).logits
-        assert len(calls) == 4
+        assert len(calls) == 2
         torch.testing.assert_close(last[:, 0], with_gradients[:, -1], atol=1e-5, rtol=1e-5)
         with as_unpatched(made):
             made(ids[:, 8:], **{CACHE: cache})
-        assert len(calls) == 4
+        assert len(calls) == 2
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("backend", ["hf_qknorm", "hf_qknorm_cpu"])
+def test_models_on_own_attention_take_it_for_all_inputs(backend, checkpointing, calls):
+    made, ids = model("qk_norm_cap"), torch.arange(9)[None]
+    made.set_attn_implementation("hf_qknorm_eager")
+    calls.clear()
+    wanted = made(ids, labels=ids)
+    wanted.loss.backward()
+    gradients = {name: x.grad.clone() for name, x in made.named_parameters()}
+    assert not calls
+    made.zero_grad()
+    made.set_attn_implementation(backend)
+    if checkpointing:
+        made.train().gradient_checkpointing_enable()
+    got = made(ids, labels=ids)
+    got.loss.backward()
+    assert len(calls) == (4 if checkpointing else 2)
+    torch.testing.assert_close(got.logits, wanted.logits)
+    for name, x in made.named_parameters():
+        torch.testing.assert_close(x.grad, gradients[name], msg=name)
+    with torch.no_grad():
+        assert torch.equal(made(ids).logits, got.logits)
 
 
 def test_models_without_norms_run_their_own_rope(calls):
@@ -208,4 +253,4 @@ def test_hooks_of_norms_are_called(calls):
     made.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *args: seen.append(args))
     step(made)
     assert len(seen) == 2
-    assert len(calls) == 2  # of the other layer
+    assert len(calls) == 1  # of the other layer

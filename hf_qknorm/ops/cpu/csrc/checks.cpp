@@ -169,4 +169,10 @@ void check_norm_rope(const Tensor& x, const MaybeTensor& gain, const MaybeTensor
                     columns / 2, ", got ", cos->sizes());
 }
 
+void check_head_gradient(const Tensor& x, const Tensor& grad) {
+  check_tensor("grad", grad, Numbers::heads, {{x.size(0)}, {x.size(1)}, {x.size(2)}, {x.size(3)}});
+  TORCH_CHECK_VALUE(grad.scalar_type() == x.scalar_type(), "grad must have the dtype of x, ", x.scalar_type(),
+                    ", got ", grad.scalar_type());
+}
+
 }  // namespace hf_qknorm

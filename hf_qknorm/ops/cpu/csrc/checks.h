@@ -29,4 +29,7 @@ void check_norm_rope(const at::Tensor& x, const std::optional<at::Tensor>& gain,
                      double eps, int64_t sharpness, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin);
 
+// The gradient of normed and rotated heads x.
+void check_head_gradient(const at::Tensor& x, const at::Tensor& grad);
+
 }  // namespace hf_qknorm

@@ -1,9 +1,12 @@
-// Norm and RoPE of heads, for inference: one pass over each row, in fp32, rounded once.
+// Norm and RoPE of heads, and their gradients: one pass over each row, in fp32, rounded once.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
+#include <vector>
 
 #include "checks.h"
 #include "norm_rope.h"
@@ -14,45 +17,67 @@ namespace {
 
 constexpr int64_t COLUMNS_OF_A_THREAD = 1 << 15;  // fewer take less time than to wake another thread
 
-// A parameter of a norm, [D], [H, D] or one number, in fp32.
+// A parameter of a norm in fp32: a row for each head, or one for all.
 struct Parameter {
   at::Tensor kept;
   const float* data = nullptr;
-  int64_t head = 0, column = 0;  // strides
+  int64_t head = 0;  // stride
 
-  explicit Parameter(const std::optional<at::Tensor>& x) {
+  Parameter(const std::optional<at::Tensor>& x, int64_t columns) {
     if (!x) return;
     kept = x->to(at::kFloat);
+    kept = (kept.numel() == 1 ? kept.expand({columns}) : kept).contiguous();
     data = kept.const_data_ptr<float>();
-    if (kept.numel() > 1) column = kept.stride(-1), head = kept.dim() > 1 ? kept.stride(0) : 0;
+    if (kept.dim() > 1) head = columns;
   }
+  const float* at(int64_t h) const { return data + h * head; }
 };
 
-// Angles [B or 1, T, R/2], in fp32.
+// Angles [B or 1, T, R/2], in fp32, in dense rows.
 struct Angles {
   at::Tensor kept;
   const float* data = nullptr;
-  int64_t batch = 0, row = 0, column = 0, pairs = 0;
+  int64_t batch = 0, row = 0, pairs = 0;
 
   explicit Angles(const std::optional<at::Tensor>& x) {
     if (!x) return;
     kept = x->to(at::kFloat);
+    if (kept.stride(2) != 1) kept = kept.contiguous();
     data = kept.const_data_ptr<float>();
-    batch = kept.size(0) > 1 ? kept.stride(0) : 0, row = kept.stride(1), column = kept.stride(2), pairs = kept.size(2);
+    batch = kept.size(0) > 1 ? kept.stride(0) : 0, row = kept.stride(1), pairs = kept.size(2);
   }
   const float* at(int64_t b, int64_t t) const { return data + b * batch + t * row; }
 };
 
-double mean_square(const float* x, int64_t count) {
+struct NormRope {
+  NormKind kind;
+  Parameter gain, bias;
+  Angles cos, sin;
+  bool interleaved;
+
+  NormRope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
+           const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
+           const std::optional<at::Tensor>& sin, bool interleaved)
+      : kind(kind), gain(gain, x.size(3)), bias(bias, x.size(3)), cos(cos), sin(sin), interleaved(interleaved) {}
+};
+
+double dot(const float* x, const float* y, int64_t count) {
   Vec sums(0.0f);
   int64_t i = 0;
-  for (; i + LANES <= count; i += LANES) sums = at::vec::fmadd(Vec::loadu(x + i), Vec::loadu(x + i), sums);
+  for (; i + LANES <= count; i += LANES) sums = at::vec::fmadd(Vec::loadu(x + i), Vec::loadu(y + i), sums);
   float lanes[LANES];
   sums.store(lanes);
   double sum = 0;
   for (float lane : lanes) sum += lane;
-  for (; i < count; ++i) sum += x[i] * x[i];
-  return sum / static_cast<double>(count);
+  for (; i < count; ++i) sum += x[i] * y[i];
+  return sum;
+}
+
+void centre(float* x, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += x[i];
+  const float mean = static_cast<float>(sum / static_cast<double>(count));
+  for (int64_t i = 0; i < count; ++i) x[i] -= mean;
 }
 
 // (aˢ + bˢ)^(1/s), from the ratio of the smaller to the larger: powers of the numbers themselves would overflow
@@ -66,69 +91,158 @@ double smooth_maximum(double a, double b, int64_t sharpness) {
   return larger * sum;
 }
 
-void normalise(const NormKind& kind, const Parameter& gain, const Parameter& bias, int64_t head, float* x, int64_t count) {
-  if (kind.centred) {
-    double sum = 0;
-    for (int64_t i = 0; i < count; ++i) sum += x[i];
-    const float mean = static_cast<float>(sum / static_cast<double>(count));
-    for (int64_t i = 0; i < count; ++i) x[i] -= mean;
-  }
-  const double square = mean_square(x, count), columns = kind.summed ? static_cast<double>(count) : 1.0;
+// A row y becomes n = r·y, and its gradient r·(g - n·slope·Σ g·n).
+struct Normaliser {
+  float r;
+  double slope;
+};
+
+// Normalise a row in place, without gain and bias.
+Normaliser normalise(const NormKind& kind, float* x, int64_t count) {
+  if (kind.centred) centre(x, count);
+  const double square = dot(x, x, count) / static_cast<double>(count);
+  const double columns = kind.summed ? static_cast<double>(count) : 1.0;
   const double size = smooth_maximum(square, kind.eps, kind.sharpness);
-  const float factor = square > 0 ? static_cast<float>(1.0 / std::sqrt(columns * size)) : 0.0f;
-  for (int64_t i = 0; i < count; ++i) x[i] *= factor;
-  if (gain.data)
-    for (int64_t i = 0; i < count; ++i) x[i] *= gain.data[head * gain.head + i * gain.column];
-  if (bias.data)
-    for (int64_t i = 0; i < count; ++i) x[i] += bias.data[head * bias.head + i * bias.column];
+  const float r = square > 0 ? static_cast<float>(1.0 / std::sqrt(columns * size)) : 0.0f;
+  for (int64_t i = 0; i < count; ++i) x[i] *= r;
+  double slope = square > 0 ? columns / static_cast<double>(count) : 0.0, power = square / size;
+  for (int64_t s = 1; square > 0 && s < kind.sharpness; s *= 2) slope *= power, power *= power;  // d size / d square
+  return {r, slope};
 }
 
-void rotate(const float* cos, int64_t cos_step, const float* sin, int64_t sin_step, int64_t pairs, bool interleaved,
-            float* x) {
-  const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;
-  for (int64_t i = 0; i < pairs; ++i) {
-    float &first = x[i * step], &second = x[i * step + apart];
-    const float a = first, b = second, c = cos[i * cos_step], s = sin[i * sin_step];
-    first = a * c - b * s, second = b * c + a * s;
+// Turn pairs of columns, or turn them back.
+void rotate(const float* cos, const float* sin, int64_t pairs, bool interleaved, float sign, float* x) {
+  if (interleaved) {
+    for (int64_t i = 0; i < pairs; ++i) {
+      const float a = x[2 * i], b = x[2 * i + 1], c = cos[i], s = sign * sin[i];
+      x[2 * i] = a * c - b * s, x[2 * i + 1] = b * c + a * s;
+    }
+    return;
   }
+  float *__restrict first = x, *__restrict second = x + pairs;
+  for (int64_t i = 0; i < pairs; ++i) {
+    const float a = first[i], b = second[i], c = cos[i], s = sign * sin[i];
+    first[i] = a * c - b * s, second[i] = b * c + a * s;
+  }
+}
+
+// Call visit(b, t, head, item) for the items of [begin, end) of heads that are laid out as [B, T, H, D].
+template <class Visit>
+void each_row(const at::Tensor& x, int64_t begin, int64_t end, const Visit& visit) {
+  const int64_t heads = x.size(1), length = x.size(2);
+  for (int64_t item = begin; item < end; ++item) visit(item / heads / length, item / heads % length, item % heads, item);
 }
 
 template <class T>
-void all_rows(const at::Tensor& x, const NormKind& kind, const Parameter& gain, const Parameter& bias,
-              const Angles& cos, const Angles& sin, bool interleaved, T* out) {
-  const int64_t heads = x.size(1), length = x.size(2), count = x.size(3);
-  const T* from = x.const_data_ptr<T>();
-  const int64_t grain = std::max<int64_t>(COLUMNS_OF_A_THREAD / count, 1);
-  at::parallel_for(0, x.size(0) * length * heads, grain, [&](int64_t begin, int64_t end) {
-    float row[MOST_COLUMNS];
-    for (int64_t item = begin; item < end; ++item) {
-      const int64_t head = item % heads, t = item / heads % length, b = item / heads / length;
-      widen(from + b * x.stride(0) + head * x.stride(1) + t * x.stride(2), row, count);
-      if (kind.normed) normalise(kind, gain, bias, head, row, count);
-      if (cos.data) rotate(cos.at(b, t), cos.column, sin.at(b, t), sin.column, cos.pairs, interleaved, row);
+const T* row_of(const at::Tensor& x, int64_t b, int64_t t, int64_t head) {
+  return x.const_data_ptr<T>() + b * x.stride(0) + head * x.stride(1) + t * x.stride(2);
+}
+
+template <class T>
+void all_rows(const at::Tensor& x, const NormRope& by, T* out) {
+  const int64_t count = x.size(3), grain = std::max<int64_t>(COLUMNS_OF_A_THREAD / count, 1);
+  at::parallel_for(0, x.size(0) * x.size(1) * x.size(2), grain, [&](int64_t begin, int64_t end) {
+    each_row(x, begin, end, [&](int64_t b, int64_t t, int64_t head, int64_t item) {
+      float row[MOST_COLUMNS];
+      widen(row_of<T>(x, b, t, head), row, count);
+      if (by.kind.normed) {
+        normalise(by.kind, row, count);
+        if (by.gain.data)
+          for (int64_t i = 0; i < count; ++i) row[i] *= by.gain.at(head)[i];
+        if (by.bias.data)
+          for (int64_t i = 0; i < count; ++i) row[i] += by.bias.at(head)[i];
+      }
+      if (by.cos.data) rotate(by.cos.at(b, t), by.sin.at(b, t), by.cos.pairs, by.interleaved, 1.0f, row);
       narrow(row, out + item * count, count);
-    }
+    });
   });
 }
+
+// Sums of gradients by head and column.
+using Sums = std::vector<double>;
+
+// The gradient dx of a row x, from that of its result. Adds to the sums of its head.
+template <class T>
+void gradient_of_row(const T* x, const T* grad, const NormRope& by, int64_t b, int64_t t, int64_t head, int64_t count,
+                     T* dx, Sums& dgain, Sums& dbias) {
+  float y[MOST_COLUMNS], g[MOST_COLUMNS];
+  widen(x, y, count), widen(grad, g, count);
+  if (by.cos.data) rotate(by.cos.at(b, t), by.sin.at(b, t), by.cos.pairs, by.interleaved, -1.0f, g);
+  if (by.kind.normed) {
+    const auto [r, slope] = normalise(by.kind, y, count);
+    if (by.bias.data)
+      for (int64_t i = 0; i < count; ++i) dbias[head * count + i] += g[i];
+    if (by.gain.data) {
+      for (int64_t i = 0; i < count; ++i) dgain[head * count + i] += g[i] * y[i];
+      for (int64_t i = 0; i < count; ++i) g[i] *= by.gain.at(head)[i];
+    }
+    const float along = static_cast<float>(slope * dot(g, y, count));
+    for (int64_t i = 0; i < count; ++i) g[i] = r * (g[i] - along * y[i]);
+    if (by.kind.centred) centre(g, count);
+  }
+  narrow(g, dx, count);
+}
+
+// Each thread has one part of the rows and sums of its own, so that the gradients are the same bits on each run.
+template <class T>
+void all_gradients(const at::Tensor& x, const at::Tensor& grad, const NormRope& by, T* dx, float* dgain, float* dbias) {
+  const int64_t heads = x.size(1), count = x.size(3), rows = x.size(0) * x.size(2), width = heads * count;
+  const int64_t parts = std::clamp<int64_t>(rows * width / COLUMNS_OF_A_THREAD, 1, at::get_num_threads());
+  std::vector<Sums> gains(parts), biases(parts);
+  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      gains[part].assign(dgain ? width : 0, 0.0), biases[part].assign(dbias ? width : 0, 0.0);
+      each_row(x, part * rows / parts * heads, (part + 1) * rows / parts * heads,
+               [&](int64_t b, int64_t t, int64_t head, int64_t item) {
+                 gradient_of_row(row_of<T>(x, b, t, head), row_of<T>(grad, b, t, head), by, b, t, head, count,
+                                 dx + item * count, gains[part], biases[part]);
+               });
+    }
+  });
+  for (auto [sums, total] : {std::pair(&gains, dgain), std::pair(&biases, dbias)})
+    for (int64_t i = 0; total && i < width; ++i) {
+      double sum = 0;
+      for (const Sums& part : *sums) sum += part[i];
+      total[i] = static_cast<float>(sum);
+    }
+}
+
+template <class Run>
+void with_dtype(const at::Tensor& x, const Run& run) {
+  switch (x.scalar_type()) {
+    case c10::ScalarType::BFloat16: return run(c10::BFloat16());
+    case c10::ScalarType::Half: return run(c10::Half());
+    default: return run(float());
+  }
+}
+
+at::Tensor laid_out(const at::Tensor& x) { return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()); }
 
 }  // namespace
 
 at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin, bool interleaved) {
-  at::Tensor out = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
-  const Parameter gains(gain), biases(bias);
-  const Angles cosines(cos), sines(sin);
-  switch (x.scalar_type()) {
-    case c10::ScalarType::BFloat16:
-      all_rows(x, kind, gains, biases, cosines, sines, interleaved, out.data_ptr<c10::BFloat16>());
-      break;
-    case c10::ScalarType::Half:
-      all_rows(x, kind, gains, biases, cosines, sines, interleaved, out.data_ptr<c10::Half>());
-      break;
-    default: all_rows(x, kind, gains, biases, cosines, sines, interleaved, out.data_ptr<float>());
-  }
+  const NormRope by(x, kind, gain, bias, cos, sin, interleaved);
+  at::Tensor out = laid_out(x);
+  with_dtype(x, [&](auto zero) { all_rows(x, by, out.data_ptr<decltype(zero)>()); });
   return out.transpose(1, 2);
+}
+
+HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, const NormKind& kind,
+                                 const std::optional<at::Tensor>& gain, const std::optional<at::Tensor>& bias,
+                                 const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
+                                 bool interleaved) {
+  const NormRope by(x, kind, gain, bias, cos, sin, interleaved);
+  const auto sums = [&](const Parameter& parameter) {
+    return at::zeros({parameter.data ? x.size(1) : 0, x.size(3)}, x.options().dtype(at::kFloat));
+  };
+  at::Tensor dx = laid_out(x), dgain = sums(by.gain), dbias = sums(by.bias);
+  with_dtype(x, [&](auto zero) {
+    all_gradients(x, grad, by, dx.data_ptr<decltype(zero)>(), by.gain.data ? dgain.data_ptr<float>() : nullptr,
+                  by.bias.data ? dbias.data_ptr<float>() : nullptr);
+  });
+  return {dx.transpose(1, 2), dgain, dbias};
 }
 
 }  // namespace hf_qknorm

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <tuple>
 
 namespace hf_qknorm {
 
@@ -20,5 +21,15 @@ struct NormKind {
 at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin, bool interleaved);
+
+// Gradients of x, laid out alike, and of gain and bias, summed by head: [H, D] in fp32, [0, D] without one.
+using HeadGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// The gradients for `grad` [B, H, T, D], that of the result, in the dtype of x. The rows of grad are dense. A row of
+// zeros has a gradient of zero. With the same number of threads, they are the same bits on each run.
+HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, const NormKind& kind,
+                                 const std::optional<at::Tensor>& gain, const std::optional<at::Tensor>& bias,
+                                 const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
+                                 bool interleaved);
 
 }  // namespace hf_qknorm

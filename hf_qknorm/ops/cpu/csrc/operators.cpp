@@ -105,9 +105,21 @@ Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, co
   return norm_rope(dense(x), {normed, centred, summed, eps, sharpness}, gain, bias, cos, sin, interleaved);
 }
 
+HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
+                                     const MaybeTensor& bias, double eps, int64_t sharpness, const MaybeTensor& cos,
+                                     const MaybeTensor& sin, bool interleaved, const Tensor& grad) {
+  check_norm_rope(x, gain, bias, eps, sharpness, cos, sin);
+  check_head_gradient(x, grad);
+  const NormKind kind{normed, centred, summed, eps, sharpness};
+  return norm_rope_backward(dense(grad), dense(x), kind, gain, bias, cos, sin, interleaved);
+}
+
 #define HF_QKNORM_CALL                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? sinks, Tensor? seed, float scale, float? cap, " \
   "bool causal, int? window, float dropout"
+#define HF_QKNORM_HEADS                                                                                       \
+  "Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, int sharpness, " \
+  "Tensor? cos, Tensor? sin, bool interleaved"
 
 TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
   library.def("attend(" HF_QKNORM_CALL ") -> Tensor");
@@ -116,9 +128,8 @@ TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
               ", Tensor grad, Tensor out, Tensor normaliser, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
               "Tensor(d!) delta) -> ()");
   library.def("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor");
-  library.def(
-      "norm_rope(Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, "
-      "int sharpness, Tensor? cos, Tensor? sin, bool interleaved) -> Tensor");
+  library.def("norm_rope(" HF_QKNORM_HEADS ") -> Tensor");
+  library.def("norm_rope_backward(" HF_QKNORM_HEADS ", Tensor grad) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
@@ -127,6 +138,7 @@ TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
   library.impl("backward", run_backward);
   library.impl("measure", run_measure);
   library.impl("norm_rope", run_norm_rope);
+  library.impl("norm_rope_backward", run_norm_rope_backward);
 }
 
 }  // namespace
