@@ -32,7 +32,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 import hf_qknorm as qk
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.cpu import attention as cpu
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.cpu import norm_rope
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.random_qkv import make_qkv
 
@@ -97,17 +98,17 @@ def implementations(length: int) -> dict[str, Callable[[Tensor, Tensor, Tensor],
 
 
 def rotated_times(length: int, turns: int) -> Times:
-    """Forward and backward with RoPE and, for the C++ attention, norms with gains, as a patched Llama trains."""
+    """Forward and backward with RoPE and, in C++, norms with gains, as a patched Llama trains."""
     compared = implementations(length)
     rotary = LlamaRotaryEmbedding(LlamaConfig(head_dim=64))
     q, k, v = make_qkv(1, HEADS, HEADS, length, length, 64)
     positions = rotary(q, torch.arange(length)[None])
+    angles = Rotary(*(x[..., :32] for x in positions))
     gains = [torch.ones(64, requires_grad=True) for _ in range(2)]
 
     def normed(q: Tensor, k: Tensor, v: Tensor, *gains: Tensor) -> Tensor:
-        heads = zip((q, k), gains, strict=True)
-        q, k = (reference.head_norm(x.transpose(1, 2), "rms", gain).transpose(1, 2) for x, gain in heads)
-        return compared[CPP](*apply_rotary_pos_emb(q, k, *positions), v)
+        q_norm, k_norm = (Norm("rms", gain) for gain in gains)
+        return compared[CPP](*norm_rope.norm_rope(Heads(q, k, v, q_norm, k_norm, angles)), v)
 
     def rotated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return compared[SDPA](*apply_rotary_pos_emb(q, k, *positions), v)

@@ -116,9 +116,9 @@ def _(*norms: Any, q: Tensor, k: Tensor | None) -> Results:
 def _(
     q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor | None, dq: Tensor, dk: Tensor
 ) -> Results:
-    dq, *of_q = _backward(q, q_norm, rotary, dq)
-    dk, *of_k = (None, None, None) if k is None else _backward(k, k_norm, rotary, dk)
-    return dq, dk, *of_q, *of_k
+    of_q = _backward(q, q_norm, rotary, dq)
+    of_k = (None, None, None) if k is None else _backward(k, k_norm, rotary, dk)
+    return of_q[0], of_k[0], *of_q[1:], *of_k[1:]
 
 
 @CPU_NORM_ROPE_BACKWARD.fake
