@@ -39,9 +39,10 @@ def commit(measured: str = "hf_qknorm") -> str:
 
 def made() -> dict[str, str]:
     """Return the provenance of a run: machine, versions, commit, date."""
-    cuda = torch.cuda.is_available()
+    vectors, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    cpu = f"{cpu_name()}, {vectors}, {threads} thread(s)"
     return {
-        "machine": torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} thread(s)",
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
