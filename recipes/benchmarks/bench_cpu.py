@@ -235,8 +235,8 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
         "",
         f"`python recipes/benchmarks/bench_cpu.py {' '.join(arguments)}`".rstrip(),
         "",
-        f"{torch.backends.cpu.get_cpu_capability()}, {args.threads} threads of {os.cpu_count()}; other programs used "
-        f"{others:.2f} CPUs during the timings; {provenance([{'made': made()}])}",
+        f"{os.cpu_count()} cores; other programs used {others:.2f} CPUs during the timings; "
+        f"{provenance([{'made': made()}])}",
         "",
         f"Causal, batch 1, {HEADS} heads; a cap of {CAP:g} in all but SDPA, which has none. {args.turns} turns (5 for "
         "4,096 tokens). Times are medians (fastest to slowest), ratios medians within the turns (quartiles). All are "
