@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_qknorm.attend import caches, cpu_kernels, functions, implementations
 from hf_qknorm.attend.calls import as_results, is_padded_ranges, is_ranges, make_call
 from hf_qknorm.model.knee_state_dict import KneeStateDict
-from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
+from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked, run_pre_hooks
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import norm_rope
@@ -69,6 +69,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         if norms is not None:
             rotary = kernel_rotary(positions, self.family.rope)
             if all(map(cpu_kernels.serves_norm_rope, (q, k), norms, (rotary, rotary))):
+                q, k = self._before_norm("q_norm", q), self._before_norm("k_norm", k)
                 return *norm_rope.norm_rope(Heads(q, k, v, *norms, rotary)), v
         return super()._norm_rotate(q, k, v, positions, cache, options)
 
@@ -107,16 +108,27 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it; a norm that it can't apply is applied here."""
         norm = self._kernel_norm(name, x.device)
-        return (self.normed(name, x), Norm()) if norm is None else (x, norm)
+        return (self.normed(name, x), Norm()) if norm is None else (self._before_norm(name, x), norm)
 
     def _kernel_norm(self, name: str, device: torch.device) -> Norm | None:
-        """The norm of that name on a device, the identity without one; None for one with hooks."""
+        """The norm of that name on a device, the identity without one; None if its hooks do not end before it."""
         module: Any = self._modules.get(name)
         norm = active_copy(module)
         if norm is None:
             return Norm()
-        unhooked = is_unhooked(norm) and (norm is module or is_unhooked(module))
-        return norm.as_norm(device) if unhooked and type(norm) is HeadNorm else None
+        if not is_unhooked(norm) or not is_unhooked(module):
+            return None
+        if type(norm) is nn.Identity:  # it has hooks of an observer
+            return Norm()
+        return norm.as_norm(device) if type(norm) is HeadNorm else None
+
+    def _before_norm(self, name: str, x: Tensor) -> Tensor:
+        """Heads `[B, H, T, D]`, after the hooks before the norm of that name."""
+        module = self._modules.get(name)
+        for norm in dict.fromkeys((module, active_copy(module))):
+            if norm is not None and norm._forward_pre_hooks:
+                x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
+        return x
 
 
 def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:

@@ -237,9 +237,18 @@ def active_copy(module: Any) -> nn.Module | None:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's `forward` and nothing else."""
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks) and "forward" not in vars(module)
+    """Whether calling the module runs its class's `forward`, after what `run_pre_hooks` runs, and nothing else."""
+    hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return not any(hooks) and not module._forward_pre_hooks_with_kwargs and "forward" not in vars(module)
+
+
+def run_pre_hooks(module: nn.Module, x: Tensor) -> Tensor:
+    """The input of the module after its forward pre-hooks, such as those of an observer, which may replace it."""
+    for hook in module._forward_pre_hooks.values():
+        replaced = hook(module, (x,))
+        if replaced is not None:
+            x = replaced[0] if isinstance(replaced, tuple) else replaced
+    return x
 
 
 def _local(parameter: Any) -> Tensor | None:

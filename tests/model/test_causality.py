@@ -14,7 +14,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from hf_qknorm import patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.causality import is_causal
-from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.kernel_attention import QKNormAttention
 from hf_qknorm.ops import reference
 from qknorm_tests.tables import fingerprint, make_batch, sharp_model
 from qknorm_tests.tiny import tiny_model
@@ -126,7 +126,7 @@ def test_a_patch_that_breaks_the_forward_is_undone(monkeypatch):
     def fail(*args: Any, **options: Any) -> Any:
         raise ZeroDivisionError("in our code")
 
-    monkeypatch.setattr(PlainAttention, "_norm_rotate", fail)
+    monkeypatch.setattr(QKNormAttention, "_norm_rotate", fail)
     model = sharp_model("llama")
     before = fingerprint(model)
     with pytest.raises(RuntimeError, match="the unpatched model's does not: ZeroDivisionError: in our code"):

@@ -217,6 +217,7 @@ def test_models_on_sdpa_take_it_for_a_step_of_generation(scheme, calls):
         assert len(calls) == 2
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # renamed in v6
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("backend", ["hf_qknorm", "hf_qknorm_cpu"])
 def test_models_on_own_attention_take_it_for_all_inputs(backend, checkpointing, calls):
@@ -254,3 +255,16 @@ def test_hooks_of_norms_are_called(calls):
     step(made)
     assert len(seen) == 2
     assert len(calls) == 1  # of the other layer
+
+
+def test_hooks_before_norms_see_their_inputs(calls):
+    made, ids, seen = model("qk_norm_cap"), torch.arange(9)[None], []
+    expected = made(ids).logits
+    norm = made.model.layers[0].self_attn.q_norm
+    norm.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape))
+    calls.clear()
+    assert torch.equal(made(ids).logits, expected)
+    assert seen == [(1, 9, 4, 16)]
+    norm.register_forward_pre_hook(lambda module, arguments: (2 * arguments[0],))
+    assert not torch.equal(made(ids).logits, expected)
+    assert len(calls) == 4
