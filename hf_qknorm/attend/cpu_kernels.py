@@ -69,16 +69,16 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
 
     The first call of each kind checks it. Raises RuntimeError if HF_QKNORM_CPU=1 demands a kernel that fails its check.
     """
-    kind, gain, bias, blend, eps, _, sharpness = norm
-    key = (
-        *(torch.is_grad_enabled(), type(x), x.is_cpu, x.dtype, x.shape, kind, blend is None, sharpness),
-        *(None if x is None else (x.shape, x.dtype) for x in (gain, bias)),
-        *(isinstance(eps, Tensor), rotary is None or (rotary.cos.shape, rotary.sin.shape, rotary.cos.dtype, rotary[2])),
+    if not norm_rope.takes(x, norm, rotary):
+        return False
+    kind, gain, bias, _, eps, _, sharpness = norm
+    key = (  # without lengths, of which there are many
+        *(torch.is_grad_enabled(), x.dtype, x.shape[3], kind, sharpness, isinstance(eps, Tensor)),
+        *(None if parameter is None else (parameter.shape, parameter.dtype) for parameter in (gain, bias)),
+        rotary and (rotary.cos.shape[2], rotary.cos.dtype, rotary.interleaved),
     )
     if key in _served:
         return True
-    if not norm_rope.takes(x, norm, rotary):
-        return False
     heads = Heads(x, x, x, norm, Norm(), rotary)
     reason = first_use.why_distrusted(heads, ALL_KEYS, NO_OPTIONS, "cpu_norm_rope")
     if reason is not None:

@@ -13,9 +13,10 @@ import triton.language as tl
 
 @triton.jit
 def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Shift and factor `[M]` of the rows x `[M, P]`; `real` `[P]` is False for padding. `norm` is `NormArguments`.
+    """Shift, factor and share `[M]` of the rows x `[M, P]`; `real` `[P]` is False for padding. `norm`: `NormArguments`.
 
-    A row of zeros (for a centred norm: of equal entries) has factor 0: it stays zero and gets no gradient.
+    The share is that of a row's own size in what divides it. A row of zeros (for a centred norm: of equal entries) has
+    factor and share 0: it stays zero and gets no gradient.
     """
     eps = norm.eps
     if norm.stored_eps is not None:
@@ -23,6 +24,7 @@ def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
     zeros = tl.zeros([x.shape[0]], tl.float32)
     shift = zeros
     factor = zeros + 1.0
+    share = zeros
     if NORM is not None:
         if NORM.centred:
             shift = tl.sum(x, 1) / HEAD_DIM
@@ -31,21 +33,24 @@ def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
             largest = tl.max(tl.abs(x), 1)
             floor = tl.sqrt_rn(zeros + eps)
             peak = tl.maximum(largest, floor)  # |x|ᵖ must not overflow
-            power = tl.sum(_power(tl.abs(x) / peak[:, None], norm.p), 1)
-            power = _smooth_maximum(power, HEAD_DIM * _power(floor / peak, norm.p), NORM.sharpness)
+            own = tl.sum(_power(tl.abs(x) / peak[:, None], norm.p), 1)
+            power = _smooth_maximum(own, HEAD_DIM * _power(floor / peak, norm.p), NORM.sharpness)
+            share = tl.where(largest > 0, own / power, 0.0)
             if not NORM.summed:
                 power = power / HEAD_DIM
             factor = tl.where(largest > 0, tl.exp2(-tl.log2(power) / norm.p) / peak, 0.0)
         else:
             square = tl.sum(x * x, 1) / HEAD_DIM
-            factor = tl.where(square > 0, 1.0 / tl.sqrt_rn(_smooth_maximum(square, eps, NORM.sharpness)), 0.0)
+            size = _smooth_maximum(square, eps, NORM.sharpness)
+            share = tl.where(square > 0, square / size, 0.0)
+            factor = tl.where(square > 0, 1.0 / tl.sqrt_rn(size), 0.0)
             if NORM.summed:
                 factor = factor * (HEAD_DIM**-0.5)
-    return shift, factor
+    return shift, factor, share
 
 
 @triton.jit
-def backward(dn, x, real, shift, factor, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+def backward(dn, x, real, shift, factor, share, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
     """The gradient of x `[M, P]` and n itself, for the gradient dn of n = (x − shift)·factor; padding in dn is zero."""
     n = tl.where(real[None, :], (x - shift[:, None]) * factor[:, None], 0.0)
     dx = dn
@@ -57,11 +62,10 @@ def backward(dn, x, real, shift, factor, p, HEAD_DIM: tl.constexpr, NORM: tl.con
         if NORM.any_order:
             size = _power(tl.abs(n), p - 1.0)
             slope = tl.where(n < 0, -size, size)
-        if NORM.sharpness > 1:  # the share of y's own size in the divisor's, u, is u^s in the slope
-            share = tl.sum(slope * n, 1)[:, None]
-            if not NORM.summed:
-                share = share / HEAD_DIM
-            along *= _odd_power(share, NORM.sharpness)
+        if (
+            NORM.sharpness > 1
+        ):  # the slope of the divisor; made of n, the share would have errors that its power enlarges
+            along *= _odd_power(share[:, None], NORM.sharpness)
         dx = dn - slope * along
         if NORM.centred:
             dx -= (tl.sum(dx if NORM.any_order else dn, 1) / HEAD_DIM)[:, None]

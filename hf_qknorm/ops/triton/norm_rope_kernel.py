@@ -74,7 +74,7 @@ def _prepare(
     real = columns < HEAD_DIM
     live = (rows < length)[:, None] & real[None, :]
     x = _load_tile(source, batch, head, rows, columns, live)
-    shift, factor = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
+    shift, factor, _ = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
     y = _normed(x, shift, factor, norm, head, columns, HEAD_DIM)
     if ROTARY > 0:
         other, angle, sign = norm_math.partners(columns, ROTARY, INTERLEAVED)
@@ -176,11 +176,11 @@ def _raw_gradient(
             bypassed = dy * (1.0 - blend)
             dy = dy * blend
         x = _load_tile(source, batch, head, rows, columns, live)
-        shift, factor = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
+        shift, factor, share = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
         dn = dy
         if norm.gain is not None:
             dn = dy * gain
-        dx, n = norm_math.backward(dn, x, real, shift, factor, norm.p, HEAD_DIM, NORM)
+        dx, n = norm_math.backward(dn, x, real, shift, factor, share, norm.p, HEAD_DIM, NORM)
         gains += dy * n
         biases += dy
         dx = (bypassed + dx).to(result.data.dtype.element_ty)

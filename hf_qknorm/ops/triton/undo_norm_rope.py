@@ -40,7 +40,7 @@ def store_raw_gradient(
         columns = tl.arange(0, C.PADDED)
         x = load_tile(X, batch, head, start, length, BLOCK, C).to(tl.float32)
         real = columns >= 0
-        shift, factor = statistics(x, real, norm, C.PADDED, NORM)
+        shift, factor, share = statistics(x, real, norm, C.PADDED, NORM)
         normed = grad
         if norm.blend is not None:
             normed = grad * tl.load(norm.blend).to(tl.float32)
@@ -48,7 +48,7 @@ def store_raw_gradient(
         if norm.gain is not None:
             gain = tl.load(norm.gain + head * norm.gain_head + columns * norm.gain_column)
             dn = normed * gain.to(tl.float32)[None, :]
-        dx, n = backward(dn, x, real, shift, factor, norm.p, C.PADDED, NORM)
+        dx, n = backward(dn, x, real, shift, factor, share, norm.p, C.PADDED, NORM)
         own = tl.program_id(0).to(tl.int64) * C.PADDED + columns
         if norm.gain is not None:
             tl.store(dgain + own, tl.sum(normed * n, 0))

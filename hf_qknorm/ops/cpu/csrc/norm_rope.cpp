@@ -26,7 +26,7 @@ struct Parameter {
   Parameter(const std::optional<at::Tensor>& x, int64_t columns) {
     if (!x) return;
     kept = x->to(at::kFloat);
-    kept = (kept.numel() == 1 ? kept.expand({columns}) : kept).contiguous();
+    kept = (kept.dim() == 1 ? kept.expand({columns}) : kept).contiguous();
     data = kept.const_data_ptr<float>();
     if (kept.dim() > 1) head = columns;
   }
