@@ -22,10 +22,11 @@ NO_NORM: Final = Norm()
 
 
 def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
-    """`reference.norm_rope`, rounded once: q `[B, H, T, D]` and k `[B, Hk, T, D]`, laid out as `[B, T, H, D]`.
+    """`reference.norm_rope`, rounded once: q `[B, H, T, D]` and k `[B, Hk, T, D]`, both contiguous.
 
-    The caller asks `attend.cpu_kernels`. Raises ValueError for tensors that do not fit, with their name, and
-    RuntimeError where the kernels can't be compiled.
+    Attention in C++ reads them faster so than laid out as `[B, T, H, D]`. The caller asks `attend.cpu_kernels`.
+
+    Raises ValueError for tensors that do not fit, by name, and RuntimeError where the kernels can't be compiled.
     """
     q, k, _, q_norm, k_norm, rotary = heads
     angles = () if rotary is None else rotary[:2]
@@ -109,7 +110,7 @@ def _(q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor
 
 @CPU_NORM_ROPE.fake
 def _(*norms: Any, q: Tensor, k: Tensor | None) -> Results:
-    return [x if x is None else laid_out(x) for x in (q, k)]
+    return [x if x is None else x.new_empty(x.shape) for x in (q, k)]
 
 
 @CPU_NORM_ROPE_BACKWARD.implement

@@ -140,9 +140,10 @@ const T* row_of(const at::Tensor& x, int64_t b, int64_t t, int64_t head) {
 
 template <class T>
 void all_rows(const at::Tensor& x, const NormRope& by, T* out) {
-  const int64_t count = x.size(3), grain = std::max<int64_t>(COLUMNS_OF_A_THREAD / count, 1);
-  at::parallel_for(0, x.size(0) * x.size(1) * x.size(2), grain, [&](int64_t begin, int64_t end) {
-    each_row(x, begin, end, [&](int64_t b, int64_t t, int64_t head, int64_t item) {
+  const int64_t heads = x.size(1), length = x.size(2), count = x.size(3);
+  const int64_t grain = std::max<int64_t>(COLUMNS_OF_A_THREAD / count, 1);
+  at::parallel_for(0, x.size(0) * heads * length, grain, [&](int64_t begin, int64_t end) {
+    each_row(x, begin, end, [&](int64_t b, int64_t t, int64_t head, int64_t) {
       float row[MOST_COLUMNS];
       widen(row_of<T>(x, b, t, head), row, count);
       if (by.kind.normed) {
@@ -153,7 +154,7 @@ void all_rows(const at::Tensor& x, const NormRope& by, T* out) {
           for (int64_t i = 0; i < count; ++i) row[i] += by.bias.at(head)[i];
       }
       if (by.cos.data) rotate(by.cos.at(b, t), by.sin.at(b, t), by.cos.pairs, by.interleaved, 1.0f, row);
-      narrow(row, out + item * count, count);
+      narrow(row, out + ((b * heads + head) * length + t) * count, count);
     });
   });
 }
@@ -216,17 +217,15 @@ void with_dtype(const at::Tensor& x, const Run& run) {
   }
 }
 
-at::Tensor laid_out(const at::Tensor& x) { return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()); }
-
 }  // namespace
 
 at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin, bool interleaved) {
   const NormRope by(x, kind, gain, bias, cos, sin, interleaved);
-  at::Tensor out = laid_out(x);
+  at::Tensor out = at::empty(x.sizes(), x.options());
   with_dtype(x, [&](auto zero) { all_rows(x, by, out.data_ptr<decltype(zero)>()); });
-  return out.transpose(1, 2);
+  return out;
 }
 
 HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, const NormKind& kind,
@@ -237,7 +236,7 @@ HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, co
   const auto sums = [&](const Parameter& parameter) {
     return at::zeros({parameter.data ? x.size(1) : 0, x.size(3)}, x.options().dtype(at::kFloat));
   };
-  at::Tensor dx = laid_out(x), dgain = sums(by.gain), dbias = sums(by.bias);
+  at::Tensor dx = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()), dgain = sums(by.gain), dbias = sums(by.bias);
   with_dtype(x, [&](auto zero) {
     all_gradients(x, grad, by, dx.data_ptr<decltype(zero)>(), by.gain.data ? dgain.data_ptr<float>() : nullptr,
                   by.bias.data ? dbias.data_ptr<float>() : nullptr);

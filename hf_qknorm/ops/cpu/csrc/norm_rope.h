@@ -16,13 +16,13 @@ struct NormKind {
 };
 
 // x [B, H, T, D] after the norm with its gain and bias, and after the rotation by angles [B or 1, T, R/2] of columns i
-// and i + R/2, or 2i and 2i + 1 if interleaved; laid out as [B, T, H, D]. A row of zeros stays zero. The rows of x are
-// dense, and all arguments are checked.
+// and i + R/2, or 2i and 2i + 1 if interleaved; contiguous, as attention reads them fastest. A row of zeros stays zero.
+// The rows of x are dense, and all arguments are checked.
 at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin, bool interleaved);
 
-// Gradients of x, laid out alike, and of gain and bias, summed by head: [H, D] in fp32, [0, D] without one.
+// Gradients of x, laid out as [B, T, H, D], and of gain and bias, summed by head: [H, D] in fp32, [0, D] without one.
 using HeadGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // The gradients for `grad` [B, H, T, D], that of the result, in the dtype of x. The rows of grad are dense. A row of
