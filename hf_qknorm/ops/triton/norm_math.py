@@ -62,9 +62,7 @@ def backward(dn, x, real, shift, factor, share, p, HEAD_DIM: tl.constexpr, NORM:
         if NORM.any_order:
             size = _power(tl.abs(n), p - 1.0)
             slope = tl.where(n < 0, -size, size)
-        if (
-            NORM.sharpness > 1
-        ):  # the slope of the divisor; made of n, the share would have errors that its power enlarges
+        if NORM.sharpness > 1:  # the divisor's slope; its power would enlarge the errors of a share that is made of n
             along *= _odd_power(share[:, None], NORM.sharpness)
         dx = dn - slope * along
         if NORM.centred:
