@@ -78,7 +78,7 @@ def why_not_ready() -> str | None:
 def why_not_built(wait: bool = True) -> str | None:
     """The reason why the kernels are not there after an attempt to compile them, or None.
 
-    The first call on a machine compiles them, in less than a minute; the first call in a process loads them. A call
+    The first call on a machine compiles them, in about a minute; the first call in a process loads them. A call
     that does not `wait` returns a reason, `COMPILING`, until the compiler is done.
     """
     return _load() if wait or not _is_compiling() else COMPILING
@@ -228,7 +228,7 @@ def _build() -> str | None:
         if reason := _reported():
             return reason
         logger.warning(
-            "Compiling the attention kernels for this CPU, once, in less than a minute: %s. Training waits for them, "
+            "Compiling the attention kernels for this CPU, once, in about a minute: %s. Training waits for them, "
             "and inference runs in PyTorch meanwhile",
             library,
         )
