@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 MADE = made()  # of the commit that a run starts with
 
 
-def environment(folder: Path, *packages: str, without: tuple[str, ...] = (), seconds: int = 600) -> Path:
+def environment(folder: Path, *packages: str, without: tuple[str, ...] = (), seconds: int = 300) -> Path:
     """The python of a virtual environment with these packages, which is made if there is none.
 
     `without` are packages to remove again.
