@@ -59,7 +59,7 @@ def measure(
     if found is None:
         options = Options(scale, softcap, seen.causal, seen.window)
         call = Heads(q, seen.key, seen.key), Visible(seen.ranges, mask=seen.mask), options
-        in_cpp = q.device.type == "cpu" and cpu_kernels.why_not(*call, "cpu_statistics") is None
+        in_cpp = q.device.type == "cpu" and cpu_kernels.why_not(*call, "cpu_statistics", wait=False) is None
         found = (cpu_attention if in_cpp else tiled).head_statistics(*call, cap)
     finite = [x.isfinite().all(-1).all(2).all(0) for x in (q, seen.key)]  # by head
     broken = ~(finite[0] & finite[1].repeat_interleave(len(finite[0]) // len(finite[1])))

@@ -57,15 +57,8 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     def _norm_rotate(
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm and rotate q and k: on a CPU in C++, if its kernels are there and there is a norm.
-
-        For the backends of other libraries it is a step of generation alone: the numbers of longer inputs do not depend
-        on whether C++ is there, as those of their attention do not.
-        """
-        ours = self.config._attn_implementation in ("hf_qknorm", implementations.CPP.name)
-        step = cache is not None and q.shape[2] == 1 and not torch.is_grad_enabled()
-        here = type(q) is Tensor and q.is_cpu and self.family.rope is not None
-        norms = self._cpu_norms(ours) if here and (ours or step) else None
+        """Norm and rotate q and k: on a CPU in C++, if its kernels are there and there is a norm."""
+        norms = self._cpu_norms(q, cache)
         if norms is not None:
             rotary = kernel_rotary(positions, self.family.rope)
             if all(map(cpu_kernels.serves_norm_rope, (q, k), norms, (rotary, rotary))):
@@ -73,16 +66,22 @@ class QKNormAttention(KneeStateDict, PlainAttention):
                 return *norm_rope.norm_rope(Heads(q, k, v, *norms, rotary)), v
         return super()._norm_rotate(q, k, v, positions, cache, options)
 
-    def _cpu_norms(self, ours: bool) -> tuple[Norm, Norm] | None:
+    def _cpu_norms(self, q: Tensor, cache: Any) -> tuple[Norm, Norm] | None:
         """The norms of q and k if the C++ kernels may apply them, with RoPE; None if not, or if there are none.
 
-        Training on `ours` waits for the compiler, as its attention does.
+        With the attention of other libraries they apply them in steps of generation alone: all other numbers there are
+        the same with and without a compiler.
         """
-        if "q_norm" not in self._modules and "k_norm" not in self._modules:
+        if type(q) is not Tensor or not q.is_cpu or torch.compiler.is_compiling():
             return None
-        if self.family.style.prescaled or torch.compiler.is_compiling():
+        if self.family.rope is None or self.family.style.prescaled or not {"q_norm", "k_norm"} & self._modules.keys():
             return None
-        if not cpu_kernels.is_ready() and not (ours and cpu_kernels.why_not_here(wait=torch.is_grad_enabled()) is None):
+        gradients = torch.is_grad_enabled()
+        if self.config._attn_implementation in ("hf_qknorm", implementations.CPP.name):
+            # Training waits for the compiler, as its attention does.
+            if not cpu_kernels.is_ready() and cpu_kernels.why_not_here(wait=gradients) is not None:
+                return None
+        elif gradients or cache is None or q.shape[2] > 1 or not cpu_kernels.is_ready():
             return None
         cpu = torch.device("cpu")
         q_norm, k_norm = self._kernel_norm("q_norm", cpu), self._kernel_norm("k_norm", cpu)

@@ -112,7 +112,7 @@ def _(
 
 @FUSED_ATTENTION_BACKWARD.fake
 def _(heads: Heads, visible: Visible, options: Options, **others: Any) -> Results:
-    return *map(laid_out, heads[:3]), *parameter_gradients(heads.q_norm, heads.k_norm), _like(visible.sinks)
+    return *map(laid_out, heads[:3]), *_parameters(heads.q_norm, heads.k_norm), _like(visible.sinks)
 
 
 @NORM_ROPE_HEADS.implement
@@ -122,9 +122,12 @@ def _(q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor
     return norm_rope.forward(q, k, q_norm, k_norm, rotary)[:2]
 
 
-@NORM_ROPE_HEADS.fake
-def _(*norms: Any, q: Tensor, k: Tensor | None) -> Results:
+def fake_heads(*norms: Any, q: Tensor, k: Tensor | None) -> Results:
+    """Normed and rotated heads, without their numbers."""
     return [x if x is None else x.new_empty(x.shape) for x in (q, k)]
+
+
+NORM_ROPE_HEADS.fake(fake_heads)
 
 
 @NORM_ROPE_BACKWARD.implement
@@ -136,9 +139,12 @@ def _(
     return norm_rope.backward(dq, None if k is None else dk, q, k, q_norm, k_norm, rotary)
 
 
-@NORM_ROPE_BACKWARD.fake
-def _(q_norm: Norm, k_norm: Norm, *_: Any, q: Tensor, k: Tensor | None, **gradients: Tensor) -> Results:
-    return [*(x if x is None else laid_out(x) for x in (q, k)), *parameter_gradients(q_norm, k_norm)]
+def fake_head_gradients(q_norm: Norm, k_norm: Norm, *_: Any, q: Tensor, k: Tensor | None, **grads: Tensor) -> Results:
+    """Gradients of raw heads and of their norms' parameters, without their numbers."""
+    return [*(x if x is None else laid_out(x) for x in (q, k)), *_parameters(q_norm, k_norm)]
+
+
+NORM_ROPE_BACKWARD.fake(fake_head_gradients)
 
 
 @NORM_ROPE_INTO.implement
@@ -194,7 +200,7 @@ for repeats in (FUSED_ATTENTION, FUSED_ATTENTION_BACKWARD, NORM_ROPE_HEADS, NORM
     repeats.direct = lambda values, formed=None, operator=repeats: _repeating(operator)(values, formed)
 
 
-def parameter_gradients(*norms: Norm) -> Results:
+def _parameters(*norms: Norm) -> Results:
     """Fake gradients of the norms' gains and biases; None where there is none, or no norm that uses it."""
     return [None if norm.kind == "none" else _like(x) for norm in norms for x in (norm.gain, norm.bias)]
 

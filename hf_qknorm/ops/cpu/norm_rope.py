@@ -10,11 +10,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from hf_qknorm.ops import operators
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.operators import PARAMETERS, QUERIES_KEYS, Results, parameter_gradients
+from hf_qknorm.ops.operators import PARAMETERS, QUERIES_KEYS, Results
 from hf_qknorm.ops.registration import AS_NORMS, NORM_ROPE, Operator, flatten_norms, is_plain
-from hf_qknorm.ops.types import Heads, Norm, Rotary, laid_out
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_COLUMNS: Final = 256
@@ -101,16 +102,13 @@ def _backward(
 
 CPU_NORM_ROPE = Operator("cpu_norm_rope", QUERIES_KEYS | NORM_ROPE, "(Tensor, Tensor)", AS_NORMS, _check)
 CPU_NORM_ROPE_BACKWARD = CPU_NORM_ROPE.derivative(("dq", "dk"), (), (*QUERIES_KEYS, *PARAMETERS))
+CPU_NORM_ROPE.fake(operators.fake_heads)
+CPU_NORM_ROPE_BACKWARD.fake(operators.fake_head_gradients)
 
 
 @CPU_NORM_ROPE.implement
 def _(q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor | None) -> Results:
     return _forward(q, q_norm, rotary), None if k is None else _forward(k, k_norm, rotary)
-
-
-@CPU_NORM_ROPE.fake
-def _(*norms: Any, q: Tensor, k: Tensor | None) -> Results:
-    return [x if x is None else x.new_empty(x.shape) for x in (q, k)]
 
 
 @CPU_NORM_ROPE_BACKWARD.implement
@@ -120,9 +118,3 @@ def _(
     of_q = _backward(q, q_norm, rotary, dq)
     of_k = (None, None, None) if k is None else _backward(k, k_norm, rotary, dk)
     return of_q[0], of_k[0], *of_q[1:], *of_k[1:]
-
-
-@CPU_NORM_ROPE_BACKWARD.fake
-def _(q_norm: Norm, k_norm: Norm, *_: Any, q: Tensor, k: Tensor | None, **gradients: Tensor) -> Results:
-    heads = [x if x is None else laid_out(x) for x in (q, k)]
-    return [*heads, *parameter_gradients(q_norm, k_norm)]

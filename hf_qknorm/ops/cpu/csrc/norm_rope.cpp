@@ -236,7 +236,8 @@ HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, co
   const auto sums = [&](const Parameter& parameter) {
     return at::zeros({parameter.data ? x.size(1) : 0, x.size(3)}, x.options().dtype(at::kFloat));
   };
-  at::Tensor dx = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()), dgain = sums(by.gain), dbias = sums(by.bias);
+  at::Tensor dx = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
+  at::Tensor dgain = sums(by.gain), dbias = sums(by.bias);
   with_dtype(x, [&](auto zero) {
     all_gradients(x, grad, by, dx.data_ptr<decltype(zero)>(), by.gain.data ? dgain.data_ptr<float>() : nullptr,
                   by.bias.data ? dbias.data_ptr<float>() : nullptr);
