@@ -23,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
@@ -40,6 +41,7 @@ VECTORS: Final = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
 }
+MOST_COMPILERS: Final = 4  # at once, each with up to a gigabyte of memory
 COMPILERS: Final = ("c++", "g++", "clang++")
 _CAPTURED: Final[dict[str, Any]] = {"capture_output": True, "text": True, "errors": "replace"}
 # In messages of a compiler that was killed, or had too little memory or disk space
@@ -132,12 +134,11 @@ def _flags() -> list[str]:
     ]
 
 
-@cache
-def _command() -> list[str]:
-    """The command, without the name of its output."""
+def _command(*files: str) -> list[str]:
+    """The command, with its inputs and the option that names its output."""
     root = Path(torch.__file__).parent
     places = ("-isystem", str(root / "include"), f"-L{root / 'lib'}", f"-ffile-prefix-map={SOURCES}=csrc")
-    return [*_compiler(), *places, *map(str, sorted(SOURCES.glob("*.cpp"))), *_flags()]
+    return [*_compiler(), *places, f"-DHF_QKNORM_LIBRARY={name()}", *files, *_flags()]
 
 
 @cache
@@ -232,14 +233,11 @@ def _build() -> str | None:
             "and inference runs in PyTorch meanwhile",
             library,
         )
-        command = [*_command(), f"-DHF_QKNORM_LIBRARY={name()}", "-o"]
         try:
-            library_file.store_library(
-                library, lambda path: subprocess.run([*command, str(path)], check=True, **_CAPTURED)
-            )
+            library_file.store_library(library, _compile)
         except subprocess.CalledProcessError as error:
             lines = [line for line in error.stderr.splitlines() if "error" in line] or [error.stderr.strip()[-200:]]
-            reason = f"{command[0]} failed with status {error.returncode}: {lines[0]}"
+            reason = f"{_compiler()[0]} failed with status {error.returncode}: {lines[0]}"
             if error.returncode > 0 and not any(text in error.stderr for text in _TEMPORARY):
                 reason = f"{reason}. The whole report is in {_report()}: delete it to compile again"
                 store_text(_report(), f"{reason}\n{error.stderr}")
@@ -247,3 +245,20 @@ def _build() -> str | None:
     logger.warning("The attention kernels for this CPU are compiled")
     remove_unused(_FILES)
     return None
+
+
+def _compile(library: Path) -> None:
+    """Compile the sources, several at once, and link them. Raises CalledProcessError."""
+
+    def compile_one(source: Path) -> str:
+        compiled = f"{folder}/{source.stem}.o"
+        subprocess.run(_command("-c", str(source), "-o", compiled), check=True, **_CAPTURED)
+        return compiled
+
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_COMPILERS)) as pool:
+        objects = [*pool.map(compile_one, sorted(SOURCES.glob("*.cpp"), key=_size, reverse=True))]
+        subprocess.run(_command(*objects, "-o", str(library)), check=True, **_CAPTURED)
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size
