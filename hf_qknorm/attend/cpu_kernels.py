@@ -71,12 +71,8 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     """
     if not norm_rope.takes(x, norm, rotary):
         return False
-    kind, gain, bias, _, eps, _, sharpness = norm
-    key = (  # without lengths, of which there are many
-        *(torch.is_grad_enabled(), x.dtype, x.shape[3], kind, sharpness, isinstance(eps, Tensor)),
-        *(None if parameter is None else (parameter.shape, parameter.dtype) for parameter in (gain, bias)),
-        rotary and (rotary.cos.shape[2], rotary.cos.dtype, rotary.interleaved),
-    )
+    turned = rotary and (rotary.cos.shape[2], rotary.cos.dtype, rotary.interleaved)
+    key = torch.is_grad_enabled(), x.dtype, x.shape[3], turned, *_norm_kind(norm)  # without lengths: there are many
     if key in _served:
         return True
     heads = Heads(x, x, x, norm, Norm(), rotary)
@@ -87,6 +83,25 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     if first_use.has_verdict(heads, ALL_KEYS, NO_OPTIONS, "cpu_norm_rope"):
         _served.add(key)
     return True
+
+
+def _norm_kind(norm: Norm) -> tuple[Any, ...]:
+    kind, gain, bias, blend, eps, _, sharpness = norm
+    shapes = (None if parameter is None else (parameter.shape, parameter.dtype) for parameter in (gain, bias))
+    return kind, sharpness, blend is None, isinstance(eps, Tensor), *shapes
+
+
+def serves_append(heads: Heads) -> bool:
+    """Whether `norm_rope.append` serves new heads without gradients, where the kernels are there (`is_ready`)."""
+    q, k, _, q_norm, k_norm, rotary = heads
+    turned = rotary and (rotary.cos.shape, rotary.cos.dtype, rotary.interleaved)
+    key = q.shape, k.shape, q.dtype, turned, *_norm_kind(q_norm), *_norm_kind(k_norm)
+    if key in _served:
+        return True
+    served = not heads.raw or all(serves_norm_rope(x, norm, rotary) for x, norm in ((q, q_norm), (k, k_norm)))
+    if served:
+        _served.add(key)
+    return served
 
 
 def is_ready() -> bool:

@@ -7,7 +7,6 @@ interpreter of Triton's kernels is for tests. A name that asks for one implement
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -24,8 +23,6 @@ from hf_qknorm.ops.types import ALL_KEYS, NO_OPTIONS, Call, Heads, LayerCache, N
 
 logger = logging.getLogger(__name__)
 _logged: set[str] = set()
-
-TRITON_ON_CPU = os.environ.get("TRITON_INTERPRET") == "1"  # its interpreter, for tests
 
 
 class Implementation(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,19 +13,25 @@ from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked, run_pre_hooks
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.ops import library
-from hf_qknorm.ops.cpu import norm_rope
+from hf_qknorm.ops.cpu import kernels, norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Rotary
+
+CPU: Final = torch.device("cpu")
+CPP_BACKENDS: Final = ("hf_qknorm", implementations.CPP.name)  # the attention functions that may take the C++ kernels
 
 
 class QKNormAttention(KneeStateDict, PlainAttention):
     """The shared attention forward, with norm, RoPE and attention in one kernel where the backend has it."""
 
     def _attend_in_kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
+        self, backend: str, heads: Heads, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None] | None:
-        if self.family.rope is None or (q.is_cpu and not implementations.TRITON_ON_CPU):
+        if self.family.rope is None:
             return None
-        if not functions.takes_raw_heads(self, Heads(q, k, v), mask, options):
+        q, k, v = heads[:3]
+        if q.is_cpu and backend != implementations.TRITON.name:
+            return None if cache is None else self._step_in_cpp(backend, heads, mask, positions, cache, options)
+        if not functions.takes_raw_heads(self, heads, mask, options):
             return None
         (q, q_norm), (k, k_norm) = self._for_kernels("q_norm", q), self._for_kernels("k_norm", k)
         rotary = kernel_rotary(positions, self.family.rope)
@@ -39,7 +45,10 @@ class QKNormAttention(KneeStateDict, PlainAttention):
                 if cache is not None:
                     cache.update(implementations.norm_rope_one(self, heads.k, k_norm, rotary), v, slot)
                 return as_results(library.fused_attention(*call), v)
-        if self._fits_a_step(heads, mask, options) and (into := caches.room(cache, slot, heads.k)) is not None:
+        # Without a mask, many queries mean that the cache is empty but for the new keys. Ranges with padding, as in a
+        # trace, do not fit: keys would be copied before the new ones are written.
+        over_cache = heads.q.shape[2] == 1 if mask is None else is_ranges(mask)
+        if over_cache and self._fits_a_step(heads, options) and (into := caches.room(cache, slot, heads.k)) is not None:
             keys, values, filled = into.cache
             call = make_call(self, heads._replace(k=keys, v=values), mask, **options)
             out = implementations.step(self, call, heads, filled)
@@ -51,6 +60,40 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         self.show(q, k, v, mask, options)
         return self.attention_function()(self, q, k, v, mask, **options)
 
+    def _step_in_cpp(
+        self, backend: str, heads: Heads, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor | None] | None:
+        """A step of generation over a growing cache, if the C++ kernels can norm, rotate and write to it."""
+        q, k, v = heads[:3]
+        if q.shape[2] > 1 or torch.compiler.is_compiling() or self.family.style.prescaled:
+            return None
+        if mask is not None and is_padded_ranges(mask):  # keys are copied before they are written
+            return None
+        if not self._fits_a_step(heads, options) or not cpu_kernels.is_ready():
+            return None
+        q_norm, k_norm = self._kernel_norm("q_norm", CPU), self._kernel_norm("k_norm", CPU)
+        if q_norm is None or k_norm is None or not q.dtype == k.dtype == v.dtype:
+            return None
+        own = backend in CPP_BACKENDS
+        if q_norm.kind == k_norm.kind == "none" and not own:  # the model's own RoPE
+            return None
+        heads = Heads(q, k, v, q_norm, k_norm, kernel_rotary(positions, self.family.rope))
+        if not cpu_kernels.serves_append(heads):
+            return None
+        into = caches.room(cache, self.family.style.slot(self, **options), k)
+        if into is None or into.layer is None:
+            return None
+        keys, values, _ = into.cache
+        call = None
+        if own and not functions.weights_wanted(options):  # made before the cache changes: it may refuse
+            call = make_call(self, Heads(q, keys, values), mask, **options)
+        q, k = self._before_norm("q_norm", q), self._before_norm("k_norm", k)
+        q = norm_rope.append(heads._replace(q=q, k=k), into.cache)
+        into.keep()
+        if call is not None and cpu_kernels.why_not(*call) is None:
+            return as_results(kernels.attend(call.heads._replace(q=q), call.visible, call.options), v)
+        return self.attention_function()(self, q, keys, values, mask, **options)
+
     def _update(self, cache: Any, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
         return caches.update(cache, self.family.style.slot(self, **options), k, v, options)
 
@@ -58,7 +101,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Norm and rotate q and k: on a CPU in C++, if its kernels are there and there is a norm."""
-        norms = self._cpu_norms(q, cache)
+        norms = self._cpu_norms(q)
         if norms is not None:
             rotary = kernel_rotary(positions, self.family.rope)
             if all(map(cpu_kernels.serves_norm_rope, (q, k), norms, (rotary, rotary))):
@@ -66,25 +109,22 @@ class QKNormAttention(KneeStateDict, PlainAttention):
                 return *norm_rope.norm_rope(Heads(q, k, v, *norms, rotary)), v
         return super()._norm_rotate(q, k, v, positions, cache, options)
 
-    def _cpu_norms(self, q: Tensor, cache: Any) -> tuple[Norm, Norm] | None:
+    def _cpu_norms(self, q: Tensor) -> tuple[Norm, Norm] | None:
         """The norms of q and k if the C++ kernels may apply them, with RoPE; None if not, or if there are none.
 
-        With the attention of other libraries they apply them in steps of generation alone: all other numbers there are
-        the same with and without a compiler.
+        With the attention of other libraries they do so in `_step_in_cpp` alone: all other numbers there are the same
+        with and without a compiler.
         """
         if type(q) is not Tensor or not q.is_cpu or torch.compiler.is_compiling():
             return None
         if self.family.rope is None or self.family.style.prescaled or not {"q_norm", "k_norm"} & self._modules.keys():
             return None
-        gradients = torch.is_grad_enabled()
-        if self.config._attn_implementation in ("hf_qknorm", implementations.CPP.name):
-            # Training waits for the compiler, as its attention does.
-            if not cpu_kernels.is_ready() and cpu_kernels.why_not_here(wait=gradients) is not None:
-                return None
-        elif gradients or cache is None or q.shape[2] > 1 or not cpu_kernels.is_ready():
+        if self.config._attn_implementation not in CPP_BACKENDS:
             return None
-        cpu = torch.device("cpu")
-        q_norm, k_norm = self._kernel_norm("q_norm", cpu), self._kernel_norm("k_norm", cpu)
+        # Training waits for the compiler, as its attention does.
+        if not cpu_kernels.is_ready() and cpu_kernels.why_not_here(wait=torch.is_grad_enabled()) is not None:
+            return None
+        q_norm, k_norm = self._kernel_norm("q_norm", CPU), self._kernel_norm("k_norm", CPU)
         if q_norm is None or k_norm is None or q_norm.kind == k_norm.kind == "none":  # bypassed: the model's own RoPE
             return None
         return q_norm, k_norm
@@ -96,13 +136,11 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         alone = cache is None or caches.is_empty(cache, slot)
         return alone and not padded and not reordered and not self.observers
 
-    def _fits_a_step(self, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
-        """Whether kernels can norm, rotate, write to a cache and attend, if it has room."""
-        if torch.is_grad_enabled() or self.observers or heads.v.shape != heads.k.shape or options["dropout"] > 0:
+    def _fits_a_step(self, heads: Heads, options: dict[str, Any]) -> bool:
+        """Whether kernels can norm, rotate and write to a cache, if it has room."""
+        if torch.is_grad_enabled() or self.observers:
             return False
-        # Without a mask, many queries mean that the cache is empty but for the new keys. Ranges with padding, as in a
-        # trace, do not fit: keys would be copied before the new ones are written.
-        return heads.q.shape[2] == 1 if mask is None else is_ranges(mask)
+        return heads.v.shape == heads.k.shape and options["dropout"] <= 0
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it; a norm that it can't apply is applied here."""
@@ -111,11 +149,11 @@ class QKNormAttention(KneeStateDict, PlainAttention):
 
     def _kernel_norm(self, name: str, device: torch.device) -> Norm | None:
         """The norm of that name on a device, the identity without one; None if its hooks do not end before it."""
-        module: Any = self._modules.get(name)
+        module: Any = self.norm_module(name)
         norm = active_copy(module)
         if norm is None:
             return Norm()
-        if not is_unhooked(norm) or not is_unhooked(module):
+        if not is_unhooked(norm) or (norm is not module and not is_unhooked(module)):
             return None
         if type(norm) is nn.Identity:  # it has hooks of an observer
             return Norm()
@@ -123,7 +161,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
 
     def _before_norm(self, name: str, x: Tensor) -> Tensor:
         """Heads `[B, H, T, D]`, after the hooks before the norm of that name."""
-        module = self._modules.get(name)
+        module = self.norm_module(name)
         for norm in dict.fromkeys((module, active_copy(module))):
             if norm is not None and norm._forward_pre_hooks:
                 x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
@@ -142,5 +180,5 @@ def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> 
     cos, sin = positions
     width = cos.shape[-1]
     if rope != "once":
-        cos, sin = (x[..., ::2] if rope == "pairs" else x[..., : width // 2] for x in (cos, sin))
+        cos, sin = (x[..., ::2] if rope == "pairs" else x.narrow(-1, 0, width // 2) for x in (cos, sin))
     return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_qknorm.attend import functions, servers
 from hf_qknorm.families import Family
 from hf_qknorm.families.style import add_to_cache
+from hf_qknorm.ops.types import Heads
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NONE = SCHEMES["none"]
@@ -57,7 +58,8 @@ class PlainAttention(nn.Module):
         taken = {name: kwargs.pop(name, None) for name in style.arguments}
         q, k, v, *rest = style.project(self, hidden_states, **taken)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        served = self.config._attn_implementation in servers.SERVER_BACKENDS
+        backend = self.config._attn_implementation  # once: to read a config takes as long as a small operator
+        served = backend in servers.SERVER_BACKENDS
         if style.parts is None:
             if served:
                 servers.check_heads(self, q, k, v, kwargs)
@@ -65,7 +67,7 @@ class PlainAttention(nn.Module):
         if cache is not None:
             cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         positions = position_embeddings if style.rotates(self) else None
-        found = self._attend_in_kernels(q, k, v, attention_mask, positions, cache, kwargs)
+        found = self._attend_in_kernels(backend, Heads(q, k, v), attention_mask, positions, cache, kwargs)
         if found is None:
             q, k, v = self._norm_rotate(q, k, v, positions, cache, kwargs)
             if style.prescaled:
@@ -96,7 +98,7 @@ class PlainAttention(nn.Module):
             options["s_aux"] = self.sinks
 
     def _attend_in_kernels(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
+        self, backend: str, heads: Heads, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None] | None:
         """Attention of heads as they are projected, by kernels that norm and rotate; None if no kernel takes them."""
         return None
@@ -128,9 +130,14 @@ class PlainAttention(nn.Module):
             observer(self, q, k, v, mask, options)
 
     def normed(self, name: str, x: Tensor) -> Tensor:
-        """Apply the scheme's norm of that name to x `[B, H, T, D]`, if there is one and the projection has no own."""
+        """Apply the scheme's norm of that name to x `[B, H, T, D]`, if there is one."""
+        norm = self.norm_module(name)
+        return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+
+    def norm_module(self, name: str) -> nn.Module | None:
+        """The scheme's norm of that name; None without one, as where the projection has the model's own norms."""
         norm = self._modules.get(name)
-        return x if norm is None or self.has_own_norms else norm(x.transpose(1, 2)).transpose(1, 2)
+        return None if norm is None or self.has_own_norms else norm
 
     @property
     def is_unchanged(self) -> bool:

@@ -21,7 +21,7 @@ from hf_qknorm import doctor
 from hf_qknorm.attend import cpu_kernels, implementations
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.attend.implementations import CPP, TILED, Choice
-from hf_qknorm.ops.cpu import attention, build, library_file
+from hf_qknorm.ops.cpu import attention, build, kernels, library_file
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check
 from hf_qknorm.ops.types import Call
@@ -40,7 +40,7 @@ def choose(*heads: torch.Tensor, **options: Any) -> Choice:
 
 NONE = "no C++ compiler was found"
 CACHED = (
-    *(build._load, build._why_impossible, build._compiler, build._flags, build._command, build._digest, build.name),
+    *(build._load, build._why_impossible, build._compiler, build._flags, build._digest, build.name),
     build._compilation,
 )
 
@@ -67,17 +67,18 @@ def forget() -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
-    """A machine without a library. Its compiler copies that of this machine, and leaves a line in `calls`."""
+    """A machine without a library. Its linker copies that of this machine, and leaves a line in `calls`."""
     real = build._library()
+    kernels._attend()  # the real operator stands for the copy's
     calls, fault, compiler = tmp_path / "calls", tmp_path / "fault", tmp_path / "c++"
     compiler.write_text(
-        f'#!/bin/sh\nif [ "$1" = --version ]; then echo 1; exit; fi\necho x >> {calls}\nsleep 0.2\n'
-        f'if [ -f {fault} ]; then . {fault}; fi\nfor last; do :; done\ncp {real} "$last"\n'
+        f'#!/bin/sh\ncase "$*" in --version) echo 1; exit;; *" -c "*) exit;; esac\necho x >> {calls}\nsleep 0.2\n'
+        f'if [ -f {fault} ]; then . {fault}; fi\nwhile [ "$1" != -o ]; do shift; done\ncp {real} "$2"\n'
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(library_file, "CDLL", lambda path: Path(path).stat())  # its operators are loaded
+    monkeypatch.setattr(library_file, "CDLL", lambda path: Path(path).stat())
     forget()
     return SimpleNamespace(fault=fault, count=lambda: len(calls.read_text()) // 2 if calls.exists() else 0)
 

@@ -14,8 +14,8 @@ from hf_qknorm.ops import operators
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.operators import PARAMETERS, QUERIES_KEYS, Results
-from hf_qknorm.ops.registration import AS_NORMS, NORM_ROPE, Operator, flatten_norms, is_plain
-from hf_qknorm.ops.types import Heads, Norm, Rotary
+from hf_qknorm.ops.registration import AS_NORMS, NO_ROTARY, NORM_ROPE, Operator, flatten_norms, is_plain
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Rotary
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_COLUMNS: Final = 256
@@ -76,11 +76,28 @@ def _check(
             )
 
 
-def _arguments(x: Tensor, norm: Norm, rotary: Rotary | None) -> tuple[Any, ...]:
+def append(heads: Heads, into: LayerCache) -> Tensor:
+    """`norm_rope` in a step of generation: writes keys and values to the last rows of a cache, and returns the queries.
+
+    There are no gradients. The caller asks `attend.cpu_kernels`.
+
+    Raises ValueError for tensors that do not fit, by name, before the cache changes.
+    """
+    q, k, v, q_norm, k_norm, rotary = heads
+    norms = *_norm_arguments(q_norm), *_norm_arguments(k_norm)
+    queries: Tensor = build.operators().append(q, k, v, *into[:2], *norms, *(rotary or NO_ROTARY))
+    return queries
+
+
+def _norm_arguments(norm: Norm) -> tuple[Any, ...]:
     name, gain, bias, _, eps, _, sharpness = norm
-    kind, angles = NORMS.get(name), (None, None, False) if rotary is None else rotary
+    kind = NORMS.get(name)
     switches = (False, False, False) if kind is None else (True, kind.centred, kind.summed)
-    return x, *switches, gain, bias, float(eps), sharpness, *angles
+    return *switches, gain, bias, float(eps), sharpness
+
+
+def _arguments(x: Tensor, norm: Norm, rotary: Rotary | None) -> tuple[Any, ...]:
+    return x, *_norm_arguments(norm), *(rotary or NO_ROTARY)
 
 
 def _forward(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:

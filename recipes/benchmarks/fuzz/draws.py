@@ -58,6 +58,9 @@ class _Draw:
             for name, (heads, rows) in count.items()
         }
 
+    def cache(self, rows: int) -> Values:
+        return {name: self.normal(self.batch, self.heads_kv, rows, self.columns) for name in ("keys", "values")}
+
     def angles(self) -> Values:
         if self.columns < 2 or self.random.random() < 0.3:
             return {"cos": None, "sin": None, "interleaved": False}
@@ -125,6 +128,15 @@ def _cpp_norm_rope_backward(seed: int) -> Values:
     return values | {"grad": torch.ones_like(values["x"])}
 
 
+def _cpp_append(seed: int) -> Values:
+    draw = _Draw(seed, fused=False)
+    norms = {name: x for name, x in draw.norms().items() if not name.endswith(("_kind", "_blend", "_stored_eps", "_p"))}
+    switches = {
+        f"{side}_{name}": draw.random.random() < 0.5 for side in "qk" for name in ("normed", "centred", "summed")
+    }
+    return draw.queries_keys_values(draw.queries) | draw.cache(draw.queries + 4) | switches | norms
+
+
 def _cpp_call(name: str, values: Values) -> list[Tensor]:
     overload = getattr(build.operators(), name).default
     found = overload(*(values.get(x.name, 0.5) for x in overload._schema.arguments))  # measure's threshold
@@ -169,17 +181,15 @@ def _norm_rope_backward(seed: int) -> Values:
 
 def _into(seed: int) -> Values:
     draw = _Draw(seed, fused=True)
-    heads, room = draw.queries_keys_values(draw.queries), draw.queries + 4
-    cache = {name: draw.normal(draw.batch, draw.heads_kv, room, draw.columns) for name in ("keys", "values")}
+    heads, cache = draw.queries_keys_values(draw.queries), draw.cache(draw.queries + 4)
     return heads | cache | draw.norms() | {"positions": torch.arange(draw.queries) + 2}
 
 
 def _step(seed: int) -> Values:
     draw = _Draw(seed, fused=True)
     heads, room = draw.queries_keys_values(draw.queries), draw.queries + 4
-    cache = {name: draw.normal(draw.batch, draw.heads_kv, room, draw.columns) for name in ("keys", "values")}
     options = {"filled": draw.maybe(lambda: torch.tensor(3)), "mask": None, "softcap": draw.maybe(lambda: 5.0)}
-    return heads | cache | draw.norms() | draw.visible(room, dropout=False) | options
+    return heads | draw.cache(room) | draw.norms() | draw.visible(room, dropout=False) | options
 
 
 def _fused_call(name: str, values: Values) -> list[Tensor]:
@@ -200,7 +210,10 @@ FUSED = {
     "fused_step": operators.FUSED_STEP,
 }
 DRAWS = {
-    "cpp": {"backward": _cpp_backward, "norm_rope": _cpp_norm_rope, "norm_rope_backward": _cpp_norm_rope_backward},
+    "cpp": {
+        "backward": _cpp_backward, "norm_rope": _cpp_norm_rope, "norm_rope_backward": _cpp_norm_rope_backward,
+        "append": _cpp_append,
+    },
     "triton": {
         "fused_attention": _fused, "fused_attention_backward": _fused_backward, "norm_rope": _norm_rope,
         "norm_rope_backward": _norm_rope_backward, "norm_rope_into": _into, "fused_step": _step,

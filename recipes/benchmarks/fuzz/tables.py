@@ -171,6 +171,16 @@ STEP: Final[Table] = (
     }
 )
 
+_UNLIKE_FUSED: Final = ("_kind", "_blend", "_stored_eps", "_eps", "_p")
+CPP_APPEND: Final[Table] = {
+    "q": Q,
+    "k": NEW_KEYS,
+    **{"v": CACHE["v"], "keys": replace(CACHE["keys"], limits=(("S ≥ T", lambda s, values: s["S"] >= s["T"]),))},
+    "values": CACHE["values"],
+    **{name: line for name, line in FUSED_NORMS.items() if not name.endswith(_UNLIKE_FUSED)},
+    **{f"{side}_eps": CPP_NORM_ROPE["eps"] for side in "qk"},
+}
+
 # The operators of the C++ library, and those of Triton's kernels.
 CPP: Final[dict[str, Table]] = {
     "attend": ATTENTION,
@@ -179,6 +189,7 @@ CPP: Final[dict[str, Table]] = {
     "backward": BACKWARD,
     "norm_rope": CPP_NORM_ROPE,
     "norm_rope_backward": CPP_NORM_ROPE_BACKWARD,
+    "append": CPP_APPEND,
 }
 TRITON: Final[dict[str, Table]] = {
     "fused_attention": FUSED,

@@ -16,7 +16,7 @@ from hf_qknorm.ops.cpu import norm_rope
 from hf_qknorm.ops.registration import flatten_norms
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.trust.code_path import CodePath
-from hf_qknorm.ops.types import Heads, Norm, Rotary
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Rotary
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.norm_cases import CASES, DEVICE, Case, draw, expected, gradients_like
@@ -53,6 +53,19 @@ def test_results_and_gradients(case: Case) -> None:
         assert all(map(torch.equal, norm_rope.norm_rope(heads), made))
     again = torch.autograd.grad(norm_rope.norm_rope(heads), [*leaves.values()], (dq, dk))
     assert all(map(torch.equal, again, got.values()))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="the cases are drawn on the GPU")
+@pytest.mark.parametrize("case", TAKEN, ids=str)
+def test_keys_and_values_are_written_behind_those_of_a_cache(case: Case) -> None:
+    call = draw(case)
+    wanted = norm_rope.norm_rope(heads := Heads(call.q, call.k, call.k + 1, call.q_norm, call.k_norm, call.rotary))
+    before = call.k.new_ones((*call.k.shape[:2], 3, case.head_dim))
+    into = LayerCache(*(torch.cat([before, torch.zeros_like(call.k)], 2) for _ in range(2)))
+    queries = norm_rope.append(heads, into)
+    assert torch.equal(queries, wanted[0])
+    for got, new in ((into.keys, wanted[1]), (into.values, heads.v)):
+        assert torch.equal(got, torch.cat([before, new], 2))
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
@@ -177,8 +190,9 @@ def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplo
 def calls(monkeypatch) -> list[Tensor]:
     """The queries of each call."""
     found: list[Tensor] = []
-    inner = norm_rope.norm_rope
-    monkeypatch.setattr(norm_rope, "norm_rope", lambda heads: found.append(heads.q) or inner(heads))
+    whole, step = norm_rope.norm_rope, norm_rope.append
+    monkeypatch.setattr(norm_rope, "norm_rope", lambda heads: found.append(heads.q) or whole(heads))
+    monkeypatch.setattr(norm_rope, "append", lambda heads, into: found.append(heads.q) or step(heads, into))
     return found
 
 
@@ -241,10 +255,15 @@ def test_models_on_own_attention_take_it_for_all_inputs(backend, checkpointing, 
         assert torch.equal(made(ids).logits, got.logits)
 
 
-def test_models_without_norms_run_their_own_rope(calls):
+def test_models_without_norms_run_their_own_rope_on_attention_of_others(calls):
+    made = model("soft_cap")
     step(model("none"))
-    step(model("soft_cap"))
+    made.set_attn_implementation("eager")
+    step(made)
     assert not calls
+    made.set_attn_implementation("hf_qknorm")
+    step(made)
+    assert [q.shape[2] for q in calls] == [1, 1]
 
 
 def test_hooks_of_norms_are_called(calls):

@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 
 namespace hf_qknorm {
 
@@ -25,9 +26,14 @@ void check_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                      const at::Tensor& normaliser, const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                      const at::Tensor& delta);
 
+// Heads and their norm: `x` and `gain`, or for the side "q" `q` and `q_norm.gain`.
 void check_norm_rope(const at::Tensor& x, const std::optional<at::Tensor>& gain, const std::optional<at::Tensor>& bias,
                      double eps, int64_t sharpness, const std::optional<at::Tensor>& cos,
-                     const std::optional<at::Tensor>& sin);
+                     const std::optional<at::Tensor>& sin, const std::string& side = "");
+
+// New keys k and values v, and the cache to whose last rows they are written.
+void check_append(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& keys,
+                  const at::Tensor& values);
 
 // The gradient of normed and rotated heads x.
 void check_head_gradient(const at::Tensor& x, const at::Tensor& grad);

@@ -133,13 +133,17 @@ void each_row(const at::Tensor& x, int64_t begin, int64_t end, const Visit& visi
   for (int64_t item = begin; item < end; ++item) visit(item / heads / length, item / heads % length, item % heads, item);
 }
 
-template <class T>
-const T* row_of(const at::Tensor& x, int64_t b, int64_t t, int64_t head) {
-  return x.const_data_ptr<T>() + b * x.stride(0) + head * x.stride(1) + t * x.stride(2);
+int64_t place_of(const at::Tensor& x, int64_t b, int64_t t, int64_t head) {
+  return b * x.stride(0) + head * x.stride(1) + t * x.stride(2);
 }
 
 template <class T>
-void all_rows(const at::Tensor& x, const NormRope& by, T* out) {
+const T* row_of(const at::Tensor& x, int64_t b, int64_t t, int64_t head) {
+  return x.const_data_ptr<T>() + place_of(x, b, t, head);
+}
+
+template <class T>
+void all_rows(const at::Tensor& x, const NormRope& by, const at::Tensor& out) {
   const int64_t heads = x.size(1), length = x.size(2), count = x.size(3);
   const int64_t grain = std::max<int64_t>(COLUMNS_OF_A_THREAD / count, 1);
   at::parallel_for(0, x.size(0) * heads * length, grain, [&](int64_t begin, int64_t end) {
@@ -154,7 +158,7 @@ void all_rows(const at::Tensor& x, const NormRope& by, T* out) {
           for (int64_t i = 0; i < count; ++i) row[i] += by.bias.at(head)[i];
       }
       if (by.cos.data) rotate(by.cos.at(b, t), by.sin.at(b, t), by.cos.pairs, by.interleaved, 1.0f, row);
-      narrow(row, out + ((b * heads + head) * length + t) * count, count);
+      narrow(row, out.data_ptr<T>() + place_of(out, b, t, head), count);
     });
   });
 }
@@ -222,10 +226,16 @@ void with_dtype(const at::Tensor& x, const Run& run) {
 at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin, bool interleaved) {
-  const NormRope by(x, kind, gain, bias, cos, sin, interleaved);
   at::Tensor out = at::empty(x.sizes(), x.options());
-  with_dtype(x, [&](auto zero) { all_rows(x, by, out.data_ptr<decltype(zero)>()); });
+  norm_rope_into(x, kind, gain, bias, cos, sin, interleaved, out);
   return out;
+}
+
+void norm_rope_into(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
+                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
+                    const std::optional<at::Tensor>& sin, bool interleaved, const at::Tensor& out) {
+  const NormRope by(x, kind, gain, bias, cos, sin, interleaved);
+  with_dtype(x, [&](auto zero) { all_rows<decltype(zero)>(x, by, out); });
 }
 
 HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, const NormKind& kind,

@@ -22,6 +22,11 @@ at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optio
                      const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
                      const std::optional<at::Tensor>& sin, bool interleaved);
 
+// The same, written to `out` [B, H, T, D], whose rows are dense.
+void norm_rope_into(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
+                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
+                    const std::optional<at::Tensor>& sin, bool interleaved, const at::Tensor& out);
+
 // Gradients of x, laid out as [B, T, H, D], and of gain and bias, summed by head: [H, D] in fp32, [0, D] without one.
 using HeadGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 

@@ -114,9 +114,29 @@ HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred,
   return norm_rope_backward(dense(grad), dense(x), kind, gain, bias, cos, sin, interleaved);
 }
 
+// Norm and rotate q and k, and write k and v to the last rows of a cache. Returns the queries.
+Tensor run_append(const Tensor& q, const Tensor& k, const Tensor& v, Tensor keys, Tensor values, bool q_normed,
+                  bool q_centred, bool q_summed, const MaybeTensor& q_gain, const MaybeTensor& q_bias, double q_eps,
+                  int64_t q_sharpness, bool k_normed, bool k_centred, bool k_summed, const MaybeTensor& k_gain,
+                  const MaybeTensor& k_bias, double k_eps, int64_t k_sharpness, const MaybeTensor& cos,
+                  const MaybeTensor& sin, bool interleaved) {
+  check_norm_rope(q, q_gain, q_bias, q_eps, q_sharpness, cos, sin, "q");
+  check_append(q, k, v, keys, values);
+  check_norm_rope(k, k_gain, k_bias, k_eps, k_sharpness, cos, sin, "k");
+  const NormKind q_kind{q_normed, q_centred, q_summed, q_eps, q_sharpness};
+  const NormKind k_kind{k_normed, k_centred, k_summed, k_eps, k_sharpness};
+  const auto last = [&](const Tensor& x) { return x.narrow(2, x.size(2) - k.size(2), k.size(2)); };
+  norm_rope_into(dense(k), k_kind, k_gain, k_bias, cos, sin, interleaved, last(keys));
+  last(values).copy_(v);
+  return norm_rope(dense(q), q_kind, q_gain, q_bias, cos, sin, interleaved);
+}
+
 #define HF_QKNORM_CALL                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? sinks, Tensor? seed, float scale, float? cap, " \
   "bool causal, int? window, float dropout"
+#define HF_QKNORM_NORM(SIDE)                                                                              \
+  "bool " SIDE "_normed, bool " SIDE "_centred, bool " SIDE "_summed, Tensor? " SIDE "_gain, Tensor? " SIDE \
+  "_bias, float " SIDE "_eps, int " SIDE "_sharpness"
 #define HF_QKNORM_HEADS                                                                                       \
   "Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, int sharpness, " \
   "Tensor? cos, Tensor? sin, bool interleaved"
@@ -130,6 +150,8 @@ TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
   library.def("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor");
   library.def("norm_rope(" HF_QKNORM_HEADS ") -> Tensor");
   library.def("norm_rope_backward(" HF_QKNORM_HEADS ", Tensor grad) -> (Tensor, Tensor, Tensor)");
+  library.def("append(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, " HF_QKNORM_NORM("q") ", "
+              HF_QKNORM_NORM("k") ", Tensor? cos, Tensor? sin, bool interleaved) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
@@ -139,6 +161,7 @@ TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
   library.impl("measure", run_measure);
   library.impl("norm_rope", run_norm_rope);
   library.impl("norm_rope_backward", run_norm_rope_backward);
+  library.impl("append", run_append);
 }
 
 }  // namespace
