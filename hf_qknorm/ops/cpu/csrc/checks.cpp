@@ -62,7 +62,7 @@ std::string written(Shape shape) {
   for (const Axis& axis : shape) {
     text << separator;
     if (axis.size < 0) text << "any";
-    else text << axis.size << (axis.or_one ? " or 1" : "");
+    else text << axis.size << (axis.or_one && axis.size != 1 ? " or 1" : "");
     separator = ", ";
   }
   text << "]";
