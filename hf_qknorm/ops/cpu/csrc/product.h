@@ -27,7 +27,7 @@ struct ByColumn {  // columns lie one after the other: a transposed matrix
 #if defined(CPU_CAPABILITY_AVX512)
 constexpr int TILE_ROWS = 8, TILE_VECTORS = 2;  // of 32 registers; larger tiles were not faster
 #else
-constexpr int TILE_ROWS = 4, TILE_VECTORS = 2;  // of 16 registers
+constexpr int TILE_ROWS = 6, TILE_VECTORS = 2;  // of 16 registers
 #endif
 
 // A tile of C [ROWS, VECTORS·LANES] = or += A [ROWS, inner] B [inner, VECTORS·LANES]. The product is added to C as a whole:
