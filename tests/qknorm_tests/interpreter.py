@@ -6,22 +6,21 @@ which the kernels do in fp32, is refused. Dots of fp32 are summed in one fixed o
 in compiled kernels, and backward recomputes the weights of forward. Triton 3.6 also reads loop bounds in a way that
 numpy ≥ 2.4 forbids.
 
-It is also slow without need: at each call of a device function it searches the whole language for functions to patch,
-and it checks integers for overflow without reporting it. The search is cached, the check switched off.
+It is also slow without need: at each call of a device function it patches the whole language again, and it checks
+integers for overflow without reporting it. The language is patched where a kernel starts, the check switched off.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _LangPatchScope
 
 
 def install() -> None:
@@ -30,7 +29,7 @@ def install() -> None:
         return
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = _cast, _dot  # the casts all look cast_impl up
     InterpreterBuilder.binary_op, interpreter._patch_lang_tensor = _binary, _patch_tensor
-    interpreter._patch_builtin = _patch_functions
+    interpreter._patch_lang = _patch_language
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -40,7 +39,7 @@ _cast_else, _dot_else, _binary_else = (
     InterpreterBuilder.create_dot,
     InterpreterBuilder.binary_op,
 )
-_patch_tensor_else = interpreter._patch_lang_tensor
+_patch_tensor_else, _patch_language_else = interpreter._patch_lang_tensor, interpreter._patch_lang
 
 
 def _widen(x: TensorHandle) -> TensorHandle:
@@ -78,14 +77,8 @@ def _patch_tensor(tensor: Any, scope: Any) -> None:
     scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
-@cache
-def _functions(package: Any) -> list[str]:
-    """The names of a package's functions; first called before any of them is patched."""
-    return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
-
-
-def _patch_functions(package: Any, builder: Any, scope: Any) -> None:
-    for name in _functions(package):
-        member = getattr(package, name)
-        if tl.core.is_builtin(member):
-            interpreter._patch_attr(package, name, member, builder, scope)
+def _patch_language(fn: Any) -> Any:
+    """Patch all of the language where a kernel starts; the device functions that it calls find it patched."""
+    if not tl.core.is_builtin(tl.load):
+        return _LangPatchScope()
+    return _patch_language_else(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
