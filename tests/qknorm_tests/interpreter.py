@@ -6,13 +6,16 @@ which the kernels do in fp32, is refused. Dots of fp32 are summed in one fixed o
 in compiled kernels, and backward recomputes the weights of forward. Triton 3.6 also reads loop bounds in a way that
 numpy ≥ 2.4 forbids.
 
-It is also slow without need: at each call of a device function it patches the whole language again, and it checks
-integers for overflow without reporting it. The language is patched where a kernel starts, the check switched off.
+It is also slow without need. At each call of a device function it patches the whole language again: here, where a
+kernel starts. It makes the sizes of each tensor and of its type anew: here, once for each shape. It checks integers for
+overflow without reporting it: here, not at all.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +33,7 @@ def install() -> None:
     InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = _cast, _dot  # the casts all look cast_impl up
     InterpreterBuilder.binary_op, interpreter._patch_lang_tensor = _binary, _patch_tensor
     interpreter._patch_lang = _patch_language
+    tl.tensor.__init__, tl.block_type.__init__ = _make_tensor, _make_block
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -82,3 +86,29 @@ def _patch_language(fn: Any) -> Any:
     if not tl.core.is_builtin(tl.load):
         return _LangPatchScope()
     return _patch_language_else(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+
+
+_make_block_else = tl.block_type.__init__
+
+
+@cache
+def _sizes(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
+    return tl.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(math.prod(shape))
+
+
+def _make_tensor(self: Any, handle: Any, type: Any) -> None:
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = _sizes(tuple(type.shape) if type.is_block() else ())
+
+
+@cache
+def _block(shape: tuple[int, ...]) -> tl.block_type:
+    block = object.__new__(tl.block_type)
+    _make_block_else(block, tl.int1, list(shape))
+    return block
+
+
+def _make_block(self: Any, element_ty: Any, shape: Any) -> None:
+    block = _block(tuple(getattr(size, "value", size) for size in shape))
+    self.element_ty, self.shape, self.numel = element_ty, block.shape, block.numel
+    self.name = f"<{self.shape}, {element_ty}>"
