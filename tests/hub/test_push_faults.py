@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import push_to_hub
+from qknorm_tests.covering import covering
 from qknorm_tests.push_cases import SHARDS, checkpoint, logits
 from qknorm_tests.server import Fault, Hub
 
@@ -35,9 +37,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return waited
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint(tmp_path_factory.mktemp("made") / "out", max_shard_size="200KB")
+
+
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
-    return checkpoint(tmp_path / "out", max_shard_size="200KB")
+def out(made: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(made, tmp_path / "out")
 
 
 def sha256(path: Path) -> str:
@@ -51,8 +58,7 @@ def assert_whole(hub: Hub, out: Path) -> None:
         assert commit.files[name] == (out / name).read_bytes()
 
 
-@pytest.mark.parametrize("request_", REQUESTS)
-@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize(("request_", "status"), covering(REQUESTS, [500, 503], strength=1))
 def test_transient_errors_are_retried(hub, out, waits, request_, status):
     fault = Fault(request_, times=2, status=status)
     hub.faults.append(fault)

@@ -87,6 +87,7 @@ class _Cut(Exception):
 class _Handler(BaseHTTPRequestHandler):
     hub: Hub
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or each answer waits until the client acknowledges its head
 
     def log_message(self, *_: Any) -> None:
         pass
