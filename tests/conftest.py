@@ -38,6 +38,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ["HF_QKNORM_TEST_SEED"] = str(config.getoption("--seed"))  # children inherit it
+    if not torch.accelerator.is_available():
+        torch.manual_seed = torch.default_generator.manual_seed  # torch's own notes the stack for each absent device
     from qknorm_tests import seeds  # noqa: F401  # before any test is imported, as some draw numbers then
 
     # One thread by default: tiny models are no faster with more, and waiting threads slow a busy machine.
