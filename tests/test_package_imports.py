@@ -28,7 +28,7 @@ def test_the_import_prints_nothing_and_loads_no_heavy_module(tmp_path):
         "import hf_qknorm\n"
         f"print([name for name in {HEAVY} if name in sys.modules and name not in before])\n"
     )
-    assert child(script, home=tmp_path, quiet=True) == "[]\n"
+    assert child(script, home=tmp_path, fresh=True) == "[]\n"
 
 
 def test_names_that_load_when_first_used_are_those_that_type_checkers_see():

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from hf_qknorm import FAMILIES, Scheme, patch_model, unpatch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.children import child
 from qknorm_tests.tables import (
     KNEES,
     MODEL_TYPES,
@@ -80,7 +79,7 @@ def test_a_pickle_loads_in_a_new_process(tmp_path):
         "models, batch, logits = pickle.load(open(sys.argv[1], 'rb'))\n"
         "sys.exit(not all(torch.equal(m(**batch).logits, x) for m, x in zip(models, logits, strict=True)))"
     )
-    subprocess.run([sys.executable, "-c", script, tmp_path / "models.pickle"], check=True)
+    child(script, tmp_path / "models.pickle", home=tmp_path)
 
 
 @pytest.mark.parametrize("model_type", [t for t in MODEL_TYPES if not FAMILIES[t].own_norms])

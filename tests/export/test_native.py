@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, export_native, patch_model, unp
 from hf_qknorm.export.targets import TARGETS
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.norms import HeadNorm
+from qknorm_tests.children import child
 from qknorm_tests.kneed import as_older
 from qknorm_tests.tables import MODEL_TYPES, as_loaded, assert_near, make_batch, randomise, real, sharp_model
 
@@ -152,7 +151,7 @@ def test_plain_transformers_loads_it(tmp_path):
         export_native(tmp_path / f"{case}-ours", tmp_path / case)
         expected[case] = patched(tokens).logits.detach()
     folders = [str(tmp_path / case) for case in expected]
-    subprocess.run([sys.executable, "-c", LOAD, json.dumps(tokens.tolist()), *folders], check=True)
+    child(LOAD, json.dumps(tokens.tolist()), *folders, home=tmp_path)
     for case, ours in expected.items():
         assert_near(torch.load(tmp_path / case / "logits.pt"), ours, TOLERANCE, case)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import pickle
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -30,6 +27,7 @@ from hf_qknorm.measure.regroup import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.install import as_unpatched
+from qknorm_tests.children import child
 from qknorm_tests.error_budget import error
 from qknorm_tests.tables import assert_identical, assert_near, fingerprint, randomise
 from qknorm_tests.tiny import tiny_config
@@ -233,10 +231,7 @@ def test_stand_alone_code_computes_what_the_package_does(pytestconfig, tmp_path)
         save_file({name: x.contiguous() for name, x in batch.items()}, tmp_path / case / "batch.safetensors")
         with torch.no_grad():
             expected[case] = out_of(model(**batch))
-    home = {"HF_HOME": str(tmp_path), "HF_MODULES_CACHE": str(tmp_path / "modules")}
-    command = [sys.executable, "-c", ALONE, *(f"{tmp_path / case}:{every[case][1]}" for case in cases)]
-    ran = subprocess.run(command, env={**os.environ, **home}, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    child(ALONE, *(f"{tmp_path / case}:{every[case][1]}" for case in cases), home=tmp_path)
     for case in cases:
         found = load_file(tmp_path / case / "alone.safetensors")
         assert_near(out_of(found), expected[case], TOLERANCE, case)

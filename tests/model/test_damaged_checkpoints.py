@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from transformers import (
 
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.model.derived import derived_model
+from qknorm_tests.children import child
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import MODEL_TYPES, applies, randomise, sharp_model
 
@@ -159,7 +158,6 @@ def test_without_the_plugin_loading_fails(tmp_path):
         "    except ValueError as error:\n"
         "        print(str(error).splitlines()[0])\n"
     )
-    result = subprocess.run([sys.executable, "-c", script, *folders], capture_output=True, text=True, check=True)
-    messages = result.stdout.splitlines()
+    messages = child(script, *folders, home=tmp_path / "home").splitlines()
     for model_type, message in zip(MODEL_TYPES, messages, strict=True):
         assert f"`qknorm_{model_type}` but Transformers does not recognize this architecture" in message

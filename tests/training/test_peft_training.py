@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.derived import QKNormModel
+from qknorm_tests.children import child
 from qknorm_tests.short_runs import StopAt, trainer
 from qknorm_tests.tables import assert_near, make_batch, sharp_model
 
@@ -86,8 +85,7 @@ def trained(base, tmp_path_factory) -> dict[str, tuple[peft.PeftModel, Path]]:
         run.model.save_pretrained(folder / "adapter")
         save_file(make_batch("left", labels=False), folder / "batch.safetensors")
         found[kind] = run.model, folder
-    command = [sys.executable, "-c", FRESH, *(str(folder) for _, folder in found.values())]
-    subprocess.run(command, check=True, timeout=240)
+    child(FRESH, *(folder for _, folder in found.values()), home=tmp_path_factory.mktemp("home"))
     return found
 
 
