@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import getpass
 import logging
@@ -10,8 +11,10 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -78,6 +81,14 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     seconds = spent() - item.stash[STARTED]
     if seconds > SECONDS and not {mark.name for mark in item.iter_markers()} & {"slow", "costly"}:
         pytest.fail(f"it takes {seconds:.1f} s of CPU, more than {SECONDS:g}: shorten it, or mark it as slow or costly")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _sources_parsed_once() -> None:
+    """Parse the package's sources once, and not for each family whose stand-alone code is written."""
+    from hf_qknorm.standalone import bundler
+
+    vars(bundler)["ast"] = SimpleNamespace(**{**vars(ast), "parse": cache(ast.parse)})
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,24 @@ sys.modules["hf_qknorm"] = None  # type: ignore[assignment]  # before anything t
 
 import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
-from transformers import AutoModelForCausalLM  # noqa: E402
+from transformers import AutoModelForCausalLM, dynamic_module_utils  # noqa: E402
+
+
+def imports_once() -> None:
+    """Let transformers look for the imports of code that it has seen, in another folder, only once."""
+    look, seen = dynamic_module_utils.get_imports, {}
+
+    def get_imports(file: str) -> list[str]:
+        code = Path(file).read_bytes()
+        if code not in seen:
+            seen[code] = look(file)
+        return seen[code]
+
+    dynamic_module_utils.get_imports = get_imports
 
 
 def main(folders: list[Path]) -> None:
+    imports_once()
     for folder in folders:
         batch = load_file(folder / "batch.safetensors")
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
