@@ -30,6 +30,7 @@ SCHEMES = {
     "latent": Scheme(**NORMED, gain="per_head"),
 }
 FEW = ("per_head",)  # without `-m slow`
+CALIBRATED = [f"{gain} calibrated {name}" for gain, name in covering(SCHEMES, CALIBRATIONS, strength=1)]
 STYLES = {
     "shared": "replicated_with_grad_allreduce",
     "per_head": "colwise",
@@ -44,17 +45,21 @@ def made(gain: str) -> PreTrainedModel:
     return as_loaded(randomise(patch_model(sharp_model(model_type), SCHEMES[gain]))).double()
 
 
+def gain_of(task: str) -> str:
+    return task.partition(" calibrated ")[0]
+
+
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a model: a checkpoint with a batch, and the results of two processes."""
+    """The folder of a task's model: a checkpoint with a batch, and the results of two processes."""
 
-    def prepare(root: Path, gains: Sequence[str]) -> None:
-        for gain in gains:
+    def prepare(root: Path, tasks: Sequence[str]) -> None:
+        for gain in {gain_of(task) for task in tasks}:
             made(gain).save_pretrained(root / gain)
             save_file(make_batch("plain"), root / gain / "batch.safetensors")
 
-    ran = run_in_turn(tmp_path_factory, "tensor_parallel_run", FEW, [*SCHEMES], prepare)
-    return lambda gain: ran(gain) / gain
+    ran = run_in_turn(tmp_path_factory, "tensor_parallel_run", FEW, [*SCHEMES, *CALIBRATED], prepare)
+    return lambda task: ran(task) / gain_of(task)
 
 
 @pytest.mark.costly
@@ -83,20 +88,21 @@ def test_what_two_processes_save_is_whole(gain, folder_of):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("gain", "name"), covering(SCHEMES, CALIBRATIONS, strength=1))
-def test_two_processes_calibrate_as_one_does(gain, name, folder_of):
-    model = made(gain)
+@pytest.mark.parametrize("task", CALIBRATED)
+def test_two_processes_calibrate_as_one_does(task, folder_of):
+    gain, _, name = task.partition(" calibrated ")
+    folder, model = folder_of(task), made(gain)
     report = calibrate(model, calibration_batches(), **CALIBRATIONS[name])
-    found = AutoModelForCausalLM.from_pretrained(folder_of(gain) / f"calibrated {name}")
+    found = AutoModelForCausalLM.from_pretrained(folder / f"calibrated {name}")
     assert found.config.scheme == report.scheme
     assert report.scheme.knee == CALIBRATIONS[name].get("knee", report.scheme.knee)
     expected = model.state_dict()
     assert found.state_dict().keys() == expected.keys()
     for key, value in found.state_dict().items():
         torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9, msg=key)
-    reports = [json.loads((folder_of(gain) / f"reports {rank}.json").read_text())[name] for rank in range(2)]
+    reports = [json.loads((folder / f"report {name} {rank}.json").read_text()) for rank in range(2)]
     assert reports[0] == reports[1]
-    written = Calibration.load(folder_of(gain) / f"calibrated {name}" / REPORT)
+    written = Calibration.load(folder / f"calibrated {name}" / REPORT)
     assert not written.stale
     assert not is_changed(written.weights, found.state_dict())
     for layer, numbers in report.to_dict()["layers"].items():  # of the heads of both

@@ -1,7 +1,7 @@
-"""One of two processes that share a model, a checkpoint with a batch in `<name>`.
+"""One of two processes that share a model, a checkpoint with a batch in `<gain>`.
 
-Rank 0 writes `parallel.safetensors` into that folder: logits, and every gradient, whole. The model is saved to `saved`,
-and, calibrated, to folders of their own.
+Rank 0 writes `parallel.safetensors` into that folder: logits, and every gradient, whole. The model is saved to `saved`.
+The task `<gain> calibrated <name>` calibrates it, and saves it to a folder of its own.
 """
 
 from __future__ import annotations
@@ -32,8 +32,16 @@ def whole(tensor: Any) -> torch.Tensor:
     return gathered.detach().contiguous()
 
 
-def main(name: str, root: str) -> None:
-    folder = Path(root, name)
+def main(task: str, root: str) -> None:
+    gain, _, name = task.partition(" calibrated ")
+    folder = Path(root, gain)
+    if name:
+        calibrated(name, folder)
+    else:
+        computed(folder)
+
+
+def computed(folder: Path) -> None:
     batch = load_file(folder / "batch.safetensors")
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
     result = model(**batch)
@@ -41,11 +49,12 @@ def main(name: str, root: str) -> None:
     found = {name: whole(p.grad) for name, p in model.named_parameters()}
     found["logits"] = whole(result.logits)
     model.save_pretrained(folder / "saved")
-    reports = {}
-    for name, options in CALIBRATIONS.items():
-        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
-        reports[name] = calibrate(model, calibration_batches(), **options).to_dict()
-        model.save_pretrained(folder / f"calibrated {name}")
-    (folder / f"reports {dist.get_rank()}.json").write_text(json.dumps(reports))
     if dist.get_rank() == 0:
         save_file(found, folder / "parallel.safetensors")
+
+
+def calibrated(name: str, folder: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    report = calibrate(model, calibration_batches(), **CALIBRATIONS[name])
+    model.save_pretrained(folder / f"calibrated {name}")
+    (folder / f"report {name} {dist.get_rank()}.json").write_text(json.dumps(report.to_dict()))
