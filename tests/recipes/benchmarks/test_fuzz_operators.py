@@ -46,6 +46,9 @@ def test_triton_operators_refuse_what_does_not_fit(name: str, seed: int) -> None
 @pytest.mark.parametrize("name", TRITON)
 def test_triton_operators(name: str) -> None:
     pytest.importorskip("triton")
+    from qknorm_tests import interpreter
+
+    interpreter.install()
     target = next(x for x in targets("triton") if x.name == name)
     assert faults(target, 0) == []
 
