@@ -24,7 +24,7 @@ class Case(NamedTuple):
     """One call. The first batch entry sees `filled` keys, the second all of these but two on the left."""
 
     queries: int = 1
-    keys: int = 1000
+    keys: int = 600
     heads: tuple[int, int] = (8, 2)
     head_dim: int = 16
     dtype: torch.dtype = torch.float32
@@ -76,8 +76,8 @@ CASES = [
     Case(keys=255, queries=3, heads=(2, 2), head_dim=128),
     Case(keys=256, heads=(7, 1), head_dim=80, dtype=HALF, softcap=None),
     Case(keys=257, queries=3, heads=(7, 1), head_dim=128, dtype=BRAIN, splits=2),
-    Case(queries=3, splits=17, keys=500, head_dim=96, spread=6.0, softcap=None),
-    Case(splits=17, keys=500, head_dim=128, spread=3.0, softcap=64.0),
+    Case(queries=3, splits=17, keys=300, head_dim=96, spread=6.0, softcap=None),
+    Case(splits=17, keys=300, head_dim=128, spread=3.0, softcap=64.0),
     Case(splits=5, heads=(8, 1), queries=8, dtype=BRAIN, head_dim=80),
     Case(window=103, queries=3, splits=4, dtype=BRAIN, sinks=True),
     Case(window=1, splits=3, dtype=HALF, softcap=None),

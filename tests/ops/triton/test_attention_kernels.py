@@ -18,35 +18,36 @@ FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 ONE = {"batch": 1, "heads": 2, "heads_kv": 1}
 PAIR = {"heads": 2, "heads_kv": 1}
 GROUPS = {"batch": 1, "heads": 10, "heads_kv": 2}
+THREES = {"batch": 1, "heads": 6, "heads_kv": 2}
 
 SHAPES = [
     (Case(), FULL),
     (Case(**ONE, queries=1, keys=63, causal=True, head_dim=64), BRAIN),
     (Case(**ONE, queries=111, causal=True, head_dim=40, softcap=50.0), HALF),
-    (Case(**ONE, queries=128, causal=True, head_dim=64), FULL),
+    (Case(**ONE, queries=63, causal=True, head_dim=64), FULL),
     (Case(batch=1, heads=4, heads_kv=4, head_dim=80, softcap=5.0), BRAIN),
     (Case(batch=1, heads=4, heads_kv=1, head_dim=96, causal=True, softcap=100.0), FULL),
     (Case(batch=1, heads=7, heads_kv=1, head_dim=112, causal=True), HALF),
     (Case(**GROUPS, queries=33, head_dim=16, softcap=5.0), HALF),
-    (Case(**ONE, queries=128, head_dim=128, softcap=100.0), BRAIN),
+    (Case(**ONE, queries=64, head_dim=128, softcap=100.0), BRAIN),
     (Case(**ONE, causal=True, head_dim=256, softcap=5.0), FULL),
     (Case(**ONE, queries=40, head_dim=256), BRAIN),
     (Case(**ONE, queries=5, keys=111, causal=True, head_dim=128), HALF),
-    (Case(**ONE, queries=33, keys=128, softcap=50.0, head_dim=40), FULL),
+    (Case(**ONE, queries=33, keys=96, softcap=50.0, head_dim=40), FULL),
     (Case(**ONE, queries=111, keys=63, causal=True, softcap=50.0, head_dim=80), BRAIN),
-    (Case(**ONE, queries=128, keys=2, head_dim=16, softcap=100.0), FULL),
+    (Case(**ONE, queries=64, keys=2, head_dim=16, softcap=100.0), FULL),
 ]
 WINDOWS = [
     (Case(**ONE, queries=111, causal=True, window=2, softcap=5.0), BRAIN),
-    (Case(**ONE, queries=111, causal=True, window=20, head_dim=64), HALF),
-    (Case(**ONE, queries=128, causal=True, window=33, softcap=50.0), FULL),
-    (Case(**ONE, queries=111, window=9, head_dim=96), BRAIN),
-    (Case(**ONE, queries=128, window=1, softcap=100.0), HALF),
+    (Case(**ONE, queries=63, causal=True, window=20, head_dim=64), HALF),
+    (Case(**ONE, queries=64, causal=True, window=33, softcap=50.0), FULL),
+    (Case(**ONE, queries=63, window=9, head_dim=96), BRAIN),
+    (Case(**ONE, queries=64, window=1, softcap=100.0), HALF),
     (Case(**ONE, causal=True, window=500, head_dim=40), FULL),
-    (Case(**ONE, queries=33, keys=111, window=20, softcap=5.0), FULL),
-    (Case(**ONE, queries=111, keys=40, window=20), HALF),
-    (Case(**ONE, queries=40, keys=111, causal=True, window=20, softcap=50.0), HALF),
-    (Case(**ONE, queries=111, keys=63, causal=True, window=7), BRAIN),
+    (Case(**ONE, queries=33, keys=80, window=20, softcap=5.0), FULL),
+    (Case(**ONE, queries=80, keys=40, window=20), HALF),
+    (Case(**ONE, queries=40, keys=80, causal=True, window=20, softcap=50.0), HALF),
+    (Case(**ONE, queries=80, keys=40, causal=True, window=7), BRAIN),
     (Case(**ONE, queries=40, window=2**31 - 1), FULL),
     (Case(**ONE, queries=63, keys=40, causal=True, window=2**31 - 1, softcap=50.0), BRAIN),
 ]
@@ -58,17 +59,17 @@ RANGES = [
     (Case(**PAIR, ranges="window", queries=40, window=9), HALF),
     (Case(**PAIR, ranges="right_padding", queries=40, keys=63, softcap=5.0), FULL),
     (Case(**PAIR, ranges="packed", head_dim=64), BRAIN),
-    (Case(**PAIR, ranges="packed", queries=111, softcap=100.0), HALF),
-    (Case(**PAIR, ranges="window", queries=63, keys=111, softcap=50.0), FULL),
+    (Case(**PAIR, ranges="packed", queries=63, softcap=100.0), HALF),
+    (Case(**PAIR, ranges="window", queries=40, keys=80, softcap=50.0), FULL),
     (Case(**PAIR, ranges="window", queries=80, keys=63), BRAIN),
     (Case(**PAIR, ranges="shared", queries=40, softcap=5.0), HALF),
 ]
 SINKS = [
-    (Case(**GROUPS, sinks=True, queries=40, causal=True, window=20), BRAIN),
-    (Case(**GROUPS, sinks=True, queries=40, softcap=50.0), HALF),
-    (Case(**GROUPS, sinks=True, queries=40, keys=33, causal=True, softcap=5.0), FULL),
-    (Case(**GROUPS, sinks=True, queries=40, ranges="packed"), FULL),
-    (Case(**GROUPS, sinks=True, queries=40, ranges="left_padding", softcap=100.0), BRAIN),
+    (Case(**THREES, sinks=True, queries=40, causal=True, window=20), BRAIN),
+    (Case(**THREES, sinks=True, queries=40, softcap=50.0), HALF),
+    (Case(**THREES, sinks=True, queries=40, keys=33, causal=True, softcap=5.0), FULL),
+    (Case(**THREES, sinks=True, queries=40, ranges="packed"), FULL),
+    (Case(**THREES, sinks=True, queries=40, ranges="left_padding", softcap=100.0), BRAIN),
 ]
 
 
