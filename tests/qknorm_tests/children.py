@@ -36,14 +36,17 @@ def child(script: str | Path, *arguments: str | Path, home: Path, fresh: bool = 
 
 
 @cache
-def _server() -> subprocess.Popen[str]:
-    """It ends with this process, whose end closes its input."""
+def _server(interpret: str | None) -> subprocess.Popen[str]:
+    """One for each TRITON_INTERPRET, which Triton reads when torch imports it.
+
+    It ends with this process, whose end closes its input.
+    """
     return subprocess.Popen([sys.executable, str(FORKS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def _forked(request: dict[str, object]) -> int:
     """The exit code of a request to `forks.py`."""
-    server = _server()
+    server = _server(os.environ.get("TRITON_INTERPRET"))
     assert server.stdin is not None
     assert server.stdout is not None
     server.stdin.write(json.dumps(request) + "\n")
