@@ -35,7 +35,7 @@ from hf_qknorm.ops.types import Heads, Options, Visible
 from qknorm_tests.random_qkv import make_qkv
 
 HEADS, CAP = 8, 50.0
-ROUNDS = 1 << 20
+ROUNDS = 1 << 23  # some 20 ms, beside which it takes no time to wake the threads
 CHAINS = 12  # a fused multiply-add takes four cycles, and two start in each
 SOURCE = f"""
 #ifdef __AVX512F__
