@@ -98,7 +98,8 @@ def serves_append(heads: Heads) -> bool:
     key = q.shape, k.shape, q.dtype, turned, *_norm_kind(q_norm), *_norm_kind(k_norm)
     if key in _served:
         return True
-    served = not heads.raw or all(serves_norm_rope(x, norm, rotary) for x, norm in ((q, q_norm), (k, k_norm)))
+    serves = serves_norm_rope if heads.raw else norm_rope.takes
+    served = all(serves(x, norm, rotary) for x, norm in ((q, q_norm), (k, k_norm)))
     if served:
         _served.add(key)
     return served

@@ -124,6 +124,15 @@ def test_other_norms_are_left_to_torch(norm):
     assert not norm_rope.takes(x.to("meta"), Norm("rms"), None)
 
 
+@pytest.mark.parametrize("norm", [Norm(), NORMED])
+@pytest.mark.parametrize(("dtype", "columns"), [(torch.float32, 16), (torch.float64, 16), (torch.float32, 300)])
+def test_steps_that_it_does_not_take_are_left_to_torch(dtype, columns, norm):
+    q, k = (torch.zeros(1, heads, 1, columns, dtype=dtype) for heads in (4, 2))
+    taken = dtype == torch.float32 and columns == 16
+    with torch.no_grad():
+        assert cpu_kernels.serves_append(Heads(q, k, k, norm, norm)) == taken
+
+
 @pytest.mark.parametrize("shape", [(3, 1, 4), (1, 2, 4), (1, 1, 9), (1, 4)], ids=str)
 def test_angles_that_do_not_fit_are_left_to_torch(shape):
     """PyTorch broadcasts them, or raises its own error."""
