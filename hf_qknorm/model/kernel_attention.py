@@ -29,7 +29,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         if self.family.rope is None:
             return None
         q, k, v = heads[:3]
-        if q.is_cpu and backend != implementations.TRITON.name:
+        if implementations.device_type(q) == "cpu" and backend != implementations.TRITON.name:
             return None if cache is None else self._step_in_cpp(backend, heads, mask, positions, cache, options)
         if not functions.takes_raw_heads(self, heads, mask, options):
             return None

@@ -19,7 +19,9 @@ import platform
 import re
 import shutil
 import subprocess
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -248,17 +250,31 @@ def _build() -> str | None:
 
 
 def _compile(library: Path) -> None:
-    """Compile the sources, several at once, and link them. Raises CalledProcessError."""
+    """Compile the sources, several at once, and link them. Raises CalledProcessError.
 
-    def compile_one(source: Path) -> str:
-        compiled = f"{folder}/{source.stem}.o"
-        subprocess.run(_command("-c", str(source), "-o", compiled), check=True, **_CAPTURED)
-        return compiled
-
-    with TemporaryDirectory() as folder, ThreadPoolExecutor(min(len(os.sched_getaffinity(0)), MOST_COMPILERS)) as pool:
-        objects = [*pool.map(compile_one, sorted(SOURCES.glob("*.cpp"), key=_size, reverse=True))]
+    It starts no threads: a process that ends, and waits for this, can't.
+    """
+    most = min(len(os.sched_getaffinity(0)), MOST_COMPILERS)
+    with TemporaryDirectory() as folder, ExitStack() as started:
+        objects, jobs = [], deque[subprocess.Popen[str]]()
+        for source in sorted(SOURCES.glob("*.cpp"), key=_size, reverse=True):
+            if len(jobs) == most:
+                _finish(jobs.popleft())
+            objects.append(f"{folder}/{source.stem}.o")
+            command = _command("-c", str(source), "-o", objects[-1])
+            job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
+            jobs.append(started.enter_context(job))
+        while jobs:
+            _finish(jobs.popleft())
         subprocess.run(_command(*objects, "-o", str(library)), check=True, **_CAPTURED)
 
 
 def _size(file: Path) -> int:
     return file.stat().st_size
+
+
+def _finish(job: subprocess.Popen[str]) -> None:
+    """Wait for a process. Raises CalledProcessError if it failed."""
+    output, errors = job.communicate()
+    if job.returncode:
+        raise subprocess.CalledProcessError(job.returncode, job.args, output, errors)
