@@ -71,8 +71,7 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     """
     if not norm_rope.takes(x, norm, rotary):
         return False
-    turned = rotary and (rotary.cos.shape[2], rotary.cos.dtype, rotary.interleaved)
-    key = torch.is_grad_enabled(), x.dtype, x.shape[3], turned, *_norm_kind(norm)  # without lengths: there are many
+    key = _norm_rope_kind(x, norm, rotary)
     if key in _served:
         return True
     heads = Heads(x, x, x, norm, Norm(), rotary)
@@ -83,6 +82,12 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     if first_use.has_verdict(heads, ALL_KEYS, NO_OPTIONS, "cpu_norm_rope"):
         _served.add(key)
     return True
+
+
+def _norm_rope_kind(x: Tensor, norm: Norm, rotary: Rotary | None) -> tuple[Any, ...]:
+    """The properties of heads by which a kernel norms and rotates them; without lengths, of which there are many."""
+    turned = rotary and (rotary.cos.shape[2], rotary.cos.dtype, rotary.interleaved)
+    return torch.is_grad_enabled(), x.dtype, x.shape[3], turned, *_norm_kind(norm)
 
 
 def _norm_kind(norm: Norm) -> tuple[Any, ...]:
@@ -98,11 +103,14 @@ def serves_append(heads: Heads) -> bool:
     key = q.shape, k.shape, q.dtype, turned, *_norm_kind(q_norm), *_norm_kind(k_norm)
     if key in _served:
         return True
-    serves = serves_norm_rope if heads.raw else norm_rope.takes
-    served = all(serves(x, norm, rotary) for x, norm in ((q, q_norm), (k, k_norm)))
-    if served:
+    sides = (q, q_norm, rotary), (k, k_norm, rotary)
+    if not all(norm_rope.takes(*side) for side in sides):
+        return False
+    if heads.raw and not all(serves_norm_rope(*side) for side in sides):
+        return False
+    if not heads.raw or all(_norm_rope_kind(*side) in _served for side in sides):  # else it is checked later
         _served.add(key)
-    return served
+    return True
 
 
 def is_ready() -> bool:

@@ -11,10 +11,8 @@ for each other suffer from other programs: run it on a quiet machine. The page s
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,7 +20,7 @@ from typing import Any, NamedTuple
 import test_helpers_path  # noqa: F401
 import torch
 import torch.nn.functional as F
-from machine import Times, busy_seconds, by_turns, made
+from machine import Times, beside_others, by_turns, made
 from markdown_table import publish, table
 from run_log import provenance
 from torch import Tensor
@@ -222,21 +220,22 @@ def attention_tables(measured: dict[Row, Times]) -> list[str]:
     return [*lines, *table(("forward + backward", "ms", "÷ SDPA", "÷ C++", "limit"), sorted(rows))]
 
 
+def measure(turns: int) -> tuple[dict[Row, Times], dict[int, Times], Times]:
+    """The times of attention, of attention with RoPE by length, and of training steps."""
+    attention = {row: attention_times(row, turns if row.length <= 1024 else 5) for row in LIMITS}
+    rotated = {length: rotated_times(length, turns if length <= 1024 else 5) for length in ROTATED_LENGTHS}
+    return attention, rotated, step_times(turns)
+
+
 def report(args: argparse.Namespace, arguments: list[str]) -> str:
     """Measure everything; return a Markdown page."""
-    (machine, own), start = busy_seconds(), time.perf_counter()
-    quiet = {row: attention_times(row, args.turns if row.length <= 1024 else 5) for row in LIMITS}
-    rotated = {length: rotated_times(length, args.turns if length <= 1024 else 5) for length in ROTATED_LENGTHS}
-    step = step_times(args.turns)
-    machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
-    others = max(machine - own, 0) / (time.perf_counter() - start)
+    (quiet, rotated, step), busy = beside_others(lambda: measure(args.turns))
     lines = [
         "# Attention on the CPU in C++",
         "",
         f"`python recipes/benchmarks/bench_cpu.py {' '.join(arguments)}`".rstrip(),
         "",
-        f"{os.cpu_count()} cores; other programs used {others:.2f} CPUs during the timings; "
-        f"{provenance([{'made': made()}])}",
+        f"{busy}; {provenance([{'made': made()}])}",
         "",
         f"Causal, batch 1, {HEADS} heads; a cap of {CAP:g} in all but SDPA, which has none. {args.turns} turns (5 for "
         "4,096 tokens). Times are medians (fastest to slowest), ratios medians within the turns (quartiles). All are "

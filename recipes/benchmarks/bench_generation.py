@@ -12,9 +12,7 @@ the page says how busy others were.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 from bench_cpu import compared_cells
-from machine import Times, busy_seconds, by_turns, made
+from machine import Times, beside_others, by_turns, made
 from markdown_table import publish, table
 from run_log import provenance
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -89,18 +87,16 @@ def times_of(checkpoint: str | None, work: Callable[[Any], Callable[[], None]], 
 
 def report(args: argparse.Namespace, arguments: list[str]) -> str:
     """Measure everything; return a Markdown page."""
-    (machine, own), start = busy_seconds(), time.perf_counter()
-    measured = {name: times_of(args.model, work, args.turns) for name, (work, _) in WORK.items()}
-    machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
-    others = max(machine - own, 0) / (time.perf_counter() - start)
+    measured, busy = beside_others(
+        lambda: {name: times_of(args.model, work, args.turns) for name, (work, _) in WORK.items()}
+    )
     subject = Path(args.model).name if args.model else "a Llama of 4 layers, 256 wide, with heads of 64"
     lines = [
         "# Generation beside the unpatched model",
         "",
         f"`python recipes/benchmarks/bench_generation.py {' '.join(arguments)}`".rstrip(),
         "",
-        f"{os.cpu_count()} cores; other programs used {others:.2f} CPUs during the timings; "
-        f"{provenance([{'made': made()}])}",
+        f"{busy}; {provenance([{'made': made()}])}",
         "",
         f"Of {subject}, in fp32, batch 1; {args.turns} turns. Times are medians (fastest to slowest), ratios medians "
         "within the turns (quartiles).",

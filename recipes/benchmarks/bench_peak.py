@@ -17,7 +17,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -26,7 +25,7 @@ from typing import Any
 
 import test_helpers_path  # noqa: F401
 import torch
-from machine import Times, busy_seconds, by_turns, made
+from machine import Times, beside_others, by_turns, made
 from markdown_table import publish, table
 from run_log import provenance
 
@@ -60,19 +59,8 @@ def peak_loop() -> tuple[Callable[[], object], float]:
     """A call of the loop in each of torch's threads, and its number of products and sums."""
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/peak.so"
-        command = [
-            "c++",
-            "-O2",
-            "-march=native",
-            "-ffp-contract=fast",
-            "-shared",
-            "-fPIC",
-            "-x",
-            "c++",
-            "-",
-            "-o",
-            library,
-        ]
+        options = ["-O2", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-x", "c++", "-", "-o"]
+        command = ["c++", *options, library]
         subprocess.run(command, input=SOURCE, text=True, check=True)
         loop = ctypes.CDLL(library)
     loop.fma_rounds.argtypes, loop.fma_rounds.restype = [ctypes.c_long], ctypes.c_float
@@ -124,18 +112,16 @@ def measure(threads: int, turns: int, lengths: list[int]) -> list[tuple[str, ...
 
 def report(args: argparse.Namespace, arguments: list[str]) -> str:
     """Measure everything; return a Markdown page."""
-    (machine, own), start = busy_seconds(), time.perf_counter()
-    rows = [row for threads in args.threads for row in measure(threads, args.turns, args.lengths)]
-    machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
-    others = max(machine - own, 0) / (time.perf_counter() - start)
+    rows, busy = beside_others(
+        lambda: [row for threads in args.threads for row in measure(threads, args.turns, args.lengths)]
+    )
     head = ("", "threads", "GFLOP/s", "of the peak (quartiles)")
     lines = [
         "# Attention in C++ and the peak of the cores",
         "",
         f"`python recipes/benchmarks/bench_peak.py {' '.join(arguments)}`".rstrip(),
         "",
-        f"{os.cpu_count()} cores; other programs used {others:.2f} CPUs during the timings; "
-        f"{provenance([{'made': made()}])}",
+        f"{busy}; {provenance([{'made': made()}])}",
         "",
         f"Causal, batch 1, {HEADS} heads, fp32, a cap of {CAP:g}; {args.turns} turns.",
         "",

@@ -9,10 +9,12 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import transformers
 
+Result = TypeVar("Result")
 Times = dict[str, list[float]]  # milliseconds, turn by turn
 
 
@@ -56,6 +58,15 @@ def busy_seconds() -> tuple[float, float]:
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     spent = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     return spent, time.process_time()
+
+
+def beside_others(measure: Callable[[], Result]) -> tuple[Result, str]:
+    """The result of timings, and how busy other programs kept the machine meanwhile, in words."""
+    (machine, own), start = busy_seconds(), time.perf_counter()
+    result = measure()
+    machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
+    others = max(machine - own, 0) / (time.perf_counter() - start)
+    return result, f"{os.cpu_count()} cores; other programs used {others:.2f} CPUs during the timings"
 
 
 def by_turns(runs: dict[str, Callable[[], object]], turns: int) -> Times:

@@ -252,7 +252,7 @@ def _build() -> str | None:
 def _compile(library: Path) -> None:
     """Compile the sources, several at once, and link them. Raises CalledProcessError.
 
-    It starts no threads: a process that ends, and waits for this, can't.
+    It starts no threads: Python refuses them while a process ends, and the end of a process waits for this.
     """
     most = min(len(os.sched_getaffinity(0)), MOST_COMPILERS)
     with TemporaryDirectory() as folder, ExitStack() as started:
