@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,9 @@ typedef float Vec __attribute__((vector_size(64)));
 typedef float Vec __attribute__((vector_size(32)));
 #endif
 extern "C" long numbers() {{ return sizeof(Vec) / sizeof(float); }}
-extern "C" float fma_rounds(long rounds) {{
-  Vec sums[{CHAINS}] = {{}}, factor = Vec{{}} + 0.999f, term = Vec{{}} + 1e-3f;
+static float fma_rounds(long rounds) {{
+  Vec sums[{CHAINS}], factor = Vec{{}} + 0.999f, term = Vec{{}} + 1e-3f;
+  for (int c = 0; c < {CHAINS}; ++c) sums[c] = Vec{{}} + float(c);  // a compiler merges equal chains
   for (long i = 0; i < rounds; ++i)
 #pragma GCC unroll {CHAINS}
     for (int c = 0; c < {CHAINS}; ++c) sums[c] = sums[c] * factor + term;
@@ -52,22 +52,26 @@ extern "C" float fma_rounds(long rounds) {{
   for (int c = 0; c < {CHAINS}; ++c) total += sums[c][0];
   return total;
 }}
+extern "C" float fma_threads(long rounds, int threads) {{
+  float total = 0;
+#pragma omp parallel for num_threads(threads) reduction(+ : total)
+  for (int i = 0; i < threads; ++i) total += fma_rounds(rounds);
+  return total;
+}}
 """
 
 
 def peak_loop() -> tuple[Callable[[], object], float]:
-    """A call of the loop in each of torch's threads, and its number of products and sums."""
+    """A call of the loop in each of torch's threads, of the same OpenMP, and its number of products and sums."""
     with tempfile.TemporaryDirectory() as folder:
         library = f"{folder}/peak.so"
-        options = ["-O2", "-march=native", "-ffp-contract=fast", "-shared", "-fPIC", "-x", "c++", "-", "-o"]
+        options = ["-O2", "-march=native", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-x", "c++", "-", "-o"]
         command = ["c++", *options, library]
         subprocess.run(command, input=SOURCE, text=True, check=True)
         loop = ctypes.CDLL(library)
-    loop.fma_rounds.argtypes, loop.fma_rounds.restype = [ctypes.c_long], ctypes.c_float
+    loop.fma_threads.argtypes, loop.fma_threads.restype = [ctypes.c_long, ctypes.c_int], ctypes.c_float
     threads = torch.get_num_threads()
-    pool = ThreadPoolExecutor(threads)
-    count = 2.0 * CHAINS * loop.numbers() * ROUNDS * threads
-    return lambda: list(pool.map(loop.fma_rounds, [ROUNDS] * threads)), count
+    return lambda: loop.fma_threads(ROUNDS, threads), 2.0 * CHAINS * loop.numbers() * ROUNDS * threads
 
 
 def passes(length: int, head_dim: int) -> dict[str, tuple[Callable[[], object], float]]:

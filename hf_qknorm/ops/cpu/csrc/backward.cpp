@@ -39,26 +39,31 @@ void differentiate(const Rows& rows, const Tile& tile, Vec cap, const RowNumbers
   for (int64_t lane = 0; lane < rows.width; lane += LANES) {
     const Vec shift = Vec::loadu(numbers.shift + lane), inverse = Vec::loadu(numbers.inverse + lane);
     const Vec delta = Vec::loadu(numbers.delta + lane);
-    for (int64_t j = 0; j < tile.keys; ++j) {
+    by_steps(tile.keys, [&](int64_t j, auto count) {
+      using Each = Vecs<count>;
       float *score = tile.scores + j * BLOCK_ROWS + lane, *dweight = tile.dweights + j * BLOCK_ROWS + lane;
-      const Vec x = squashed<CAP>(Vec::loadu(score));
-      Vec weight = exp(exponents<CAP>(x, cap, shift)) * inverse;
-      Vec dlogit = Vec::loadu(dweight), kept = weight;
+      const int64_t key = tile.first + j;
+      const auto x = squashed<CAP>(load_steps<count>(score, BLOCK_ROWS));
+      auto weight = exp(Each::of([&](int i) { return exponent<CAP>(x[i], cap, shift); }));
+      weight = Each::of([&](int i) { return weight[i] * inverse; });
+      auto dlogit = load_steps<count>(dweight, BLOCK_ROWS), kept = weight;
       if (tile.dropout) {
-        const Vec factors = tile.dropout->factors(rows, lane, tile.first + j);
-        dlogit = dlogit * factors;
-        kept = kept * factors;
+        const auto factors = Each::of([&](int i) { return tile.dropout->factors(rows, lane, key + i); });
+        dlogit = Each::of([&](int i) { return dlogit[i] * factors[i]; });
+        kept = Each::of([&](int i) { return kept[i] * factors[i]; });
       }
-      dlogit = weight * (dlogit - delta);
-      if constexpr (CAP != Cap::none) dlogit = dlogit * at::vec::fmadd(x.neg(), x, one);
-      if (!rows.shared(tile.first + j)) {
-        const Vec seen = rows.sees(lane, tile.first + j);
-        kept = Vec::blendv(zero, kept, seen);
-        dlogit = Vec::blendv(zero, dlogit, seen);
-      }
-      kept.store(score);
-      dlogit.store(dweight);
-    }
+      dlogit = Each::of([&](int i) { return weight[i] * (dlogit[i] - delta); });
+      if constexpr (CAP != Cap::none)
+        dlogit = Each::of([&](int i) { return dlogit[i] * at::vec::fmadd(x[i].neg(), x[i], one); });
+      if (!rows.shared(key, count))
+        for (int i = 0; i < count; ++i) {
+          const Vec seen = rows.sees(lane, key + i);
+          kept[i] = Vec::blendv(zero, kept[i], seen);
+          dlogit[i] = Vec::blendv(zero, dlogit[i], seen);
+        }
+      store_steps(kept, score, BLOCK_ROWS);
+      store_steps(dlogit, dweight, BLOCK_ROWS);
+    });
   }
 }
 
@@ -74,21 +79,21 @@ void differentiate(const Problem& problem, const Rows& rows, const Tile& tile, c
 // The parts of a thread's memory. Rows of heads are padded to whole vectors.
 struct Memory {
   int64_t width;                              // of a row of heads
-  float *row, *query_columns, *grad_columns;  // [head_dim, BLOCK_ROWS]
+  float *staged, *query_columns, *grad_columns; // [LANES, width], [width, BLOCK_ROWS]
   float *query_rows, *grad_rows, *dqueries;   // [BLOCK_ROWS, width]
   float *scores, *dweights;                   // [tile, BLOCK_ROWS]
   float *keys, *values, *dkeys, *dvalues;     // [tile, width]
 
   static int64_t size(int64_t head_dim) {
     const int64_t width = padded(head_dim), tile = tile_keys(head_dim);
-    return width + BLOCK_ROWS * (2 * head_dim + 3 * width + 2 * tile) + 4 * tile * width;
+    return (LANES + 5 * BLOCK_ROWS + 4 * tile) * width + 2 * tile * BLOCK_ROWS;
   }
   Memory(float* start, int64_t head_dim) : width(padded(head_dim)) {
     const int64_t tile = tile_keys(head_dim);
-    row = start;
-    query_columns = row + width;
-    grad_columns = query_columns + BLOCK_ROWS * head_dim;
-    query_rows = grad_columns + BLOCK_ROWS * head_dim;
+    staged = start;
+    query_columns = staged + LANES * width;
+    grad_columns = query_columns + BLOCK_ROWS * width;
+    query_rows = grad_columns + BLOCK_ROWS * width;
     grad_rows = query_rows + BLOCK_ROWS * width;
     dqueries = grad_rows + BLOCK_ROWS * width;
     scores = dqueries + BLOCK_ROWS * width;
@@ -100,25 +105,16 @@ struct Memory {
   }
 };
 
-// Rows of a block of heads in fp32, padded with zeros to whole vectors.
-template <class T>
-void load_rows(const Problem& problem, const Heads& heads, const Rows& rows, int64_t width, float* to) {
-  for (int64_t r = 0; r < rows.count; ++r) {
-    widen(heads.at<const T>(rows.b, rows.head(r), rows.query(r)), to + r * width, problem.head_dim);
-    std::fill(to + r * width + problem.head_dim, to + (r + 1) * width, 0.0f);
-  }
-}
-
 // Add the gradients of a block of rows and the keys of a tile: of queries to `dq`, of keys and values to memory, from its
 // row `offset` on.
 template <class T>
 void add_block(const Problem& problem, const Gradients& gradients, const Rows& rows, const Memory& memory,
                const ByRow& keys, const ByRow& values, Tile tile, int64_t offset, float* dq) {
   const int64_t head_dim = problem.head_dim, width = memory.width;
-  load_columns<T>(problem, problem.q, rows, problem.query_factor(), memory.row, memory.query_columns);
-  load_columns<T>(problem, gradients.grad, rows, 1.0, memory.row, memory.grad_columns);
-  load_rows<T>(problem, problem.q, rows, width, memory.query_rows);
-  load_rows<T>(problem, gradients.grad, rows, width, memory.grad_rows);
+  load_columns<T>(problem, problem.q, rows, problem.query_factor(), memory.staged, memory.query_columns);
+  load_columns<T>(problem, gradients.grad, rows, 1.0, memory.staged, memory.grad_columns);
+  load_rows<T>(problem, problem.q, rows, 0, rows.count, 1.0, memory.query_rows);
+  load_rows<T>(problem, gradients.grad, rows, 0, rows.count, 1.0, memory.grad_rows);
   multiply<false>(tile.keys, rows.width, head_dim, keys, memory.query_columns, BLOCK_ROWS, tile.scores, BLOCK_ROWS);
   multiply<false>(tile.keys, rows.width, head_dim, values, memory.grad_columns, BLOCK_ROWS, tile.dweights, BLOCK_ROWS);
   differentiate(problem, rows, tile, RowNumbers(problem, gradients, rows));
@@ -139,8 +135,8 @@ template <class T>
 void write_tile(const Heads& heads, int64_t b, int64_t head, int64_t first, int64_t count, int64_t head_dim,
                 double factor, const Memory& memory, const float* from) {
   for (int64_t j = 0; j < count; ++j) {
-    for (int64_t d = 0; d < head_dim; ++d) memory.row[d] = static_cast<float>(factor) * from[j * memory.width + d];
-    narrow(memory.row, heads.at<T>(b, head, first + j), head_dim);
+    for (int64_t d = 0; d < head_dim; ++d) memory.staged[d] = static_cast<float>(factor) * from[j * memory.width + d];
+    narrow(memory.staged, heads.at<T>(b, head, first + j), head_dim);
   }
 }
 
@@ -173,8 +169,8 @@ void differentiate_keys(const Problem& problem, const Gradients& gradients, cons
 template <class T>
 void find_deltas(const Problem& problem, const Gradients& gradients, const Rows& rows, const Memory& memory) {
   constexpr int64_t SUMS = 8;
-  load_rows<T>(problem, gradients.grad, rows, memory.width, memory.grad_rows);
-  load_rows<T>(problem, gradients.out, rows, memory.width, memory.query_rows);
+  load_rows<T>(problem, gradients.grad, rows, 0, rows.count, 1.0, memory.grad_rows);
+  load_rows<T>(problem, gradients.out, rows, 0, rows.count, 1.0, memory.query_rows);
   for (int64_t r = 0; r < rows.count; ++r) {
     const float *grad = memory.grad_rows + r * memory.width, *out = memory.query_rows + r * memory.width;
     double sums[SUMS] = {};

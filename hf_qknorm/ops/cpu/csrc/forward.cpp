@@ -6,32 +6,36 @@ namespace {
 
 constexpr int64_t TILE_KEYS = 256;
 
-// The parts of a thread's memory.
+// The parts of a thread's memory. Rows of heads are padded to whole vectors.
 struct Memory {
-  float *row, *queries, *out, *scores, *keys, *values;
+  int64_t width;                  // of a row of heads
+  float *staged, *queries, *out;    // [LANES, width], [width, BLOCK_ROWS]
+  float *scores, *keys, *values;  // [TILE_KEYS, BLOCK_ROWS], [TILE_KEYS, head_dim]
 
   static int64_t size(int64_t head_dim) {
-    return padded(head_dim) + BLOCK_ROWS * (2 * head_dim + TILE_KEYS) + 2 * TILE_KEYS * head_dim;
+    const int64_t width = padded(head_dim);
+    return (LANES + 2 * BLOCK_ROWS) * width + TILE_KEYS * (BLOCK_ROWS + 2 * head_dim);
   }
-  Memory(float* start, int64_t head_dim) {
-    row = start;
-    queries = row + padded(head_dim);
-    out = queries + BLOCK_ROWS * head_dim;
-    scores = out + BLOCK_ROWS * head_dim;
+  Memory(float* start, int64_t head_dim) : width(padded(head_dim)) {
+    staged = start;
+    queries = staged + LANES * width;
+    out = queries + BLOCK_ROWS * width;
+    scores = out + BLOCK_ROWS * width;
     keys = scores + BLOCK_ROWS * TILE_KEYS;
     values = keys + TILE_KEYS * head_dim;
   }
 };
 
-// Divide the sums [head_dim, BLOCK_ROWS] by the totals and write them with the normalisers.
+// Divide the sums [width, BLOCK_ROWS] by the totals and write them with the normalisers.
 template <class T>
 void write(const Problem& problem, const Rows& rows, const Softmax& softmax, const Memory& memory, const Heads& out,
            float* normaliser) {
   for (int64_t r = 0; r < rows.count; ++r) {
+    if (r % LANES == 0) transpose(memory.out + r, BLOCK_ROWS, memory.width, LANES, memory.staged, memory.width);
     const float inverse = rows.empty(r) ? 0.0f : 1.0f / softmax.total[r];
-    for (int64_t d = 0; d < problem.head_dim; ++d)
-      memory.row[d] = rows.empty(r) ? 0.0f : memory.out[d * BLOCK_ROWS + r] * inverse;
-    narrow(memory.row, out.at<T>(rows.b, rows.head(r), rows.query(r)), problem.head_dim);
+    float* row = memory.staged + r % LANES * memory.width;
+    for (int64_t d = 0; d < problem.head_dim; ++d) row[d] = rows.empty(r) ? 0.0f : row[d] * inverse;
+    narrow(row, out.at<T>(rows.b, rows.head(r), rows.query(r)), problem.head_dim);
     if (!normaliser) continue;
     float* pair = normaliser + 2 * ((rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r));
     pair[0] = softmax.shift[r], pair[1] = inverse;
@@ -43,8 +47,8 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
   const int64_t head_dim = problem.head_dim;
   const Dropout dropout(problem.dropout);
   Softmax softmax(problem, rows);
-  load_columns<T>(problem, problem.q, rows, problem.query_factor(), memory.row, memory.queries);
-  std::fill(memory.out, memory.out + head_dim * BLOCK_ROWS, 0.0f);
+  load_columns<T>(problem, problem.q, rows, problem.query_factor(), memory.staged, memory.queries);
+  std::fill(memory.out, memory.out + memory.width * BLOCK_ROWS, 0.0f);
   for (int64_t first = rows.first_key; first < rows.last_key; first += TILE_KEYS) {
     const int64_t count = std::min(TILE_KEYS, rows.last_key - first);
     const ByRow keys = load_keys<T>(problem.k, rows, first, count, head_dim, memory.keys);

@@ -8,34 +8,43 @@ namespace hf_qknorm {
 // Largest |x| for which `tanh_small` holds.
 constexpr float SMALL = 0.5f;
 
+// A polynomial of x, from the coefficient of the highest power on.
+template <int COUNT, size_t TERMS>
+__attribute__((always_inline)) inline Vecs<COUNT> polynomial(const Vecs<COUNT>& x, const float (&coefficients)[TERMS]) {
+  auto y = Vecs<COUNT>::of([&](int) { return Vec(coefficients[0]); });
+#pragma GCC unroll 8
+  for (size_t i = 1; i < TERMS; ++i)
+    y = Vecs<COUNT>::of([&](int n) { return at::vec::fmadd(y[n], x[n], Vec(coefficients[i])); });
+  return y;
+}
+
 // tanh(x) for |x| <= SMALL: x·P(x²), relative error 1.3e-8 before rounding (least maximum error over the interval).
-inline Vec tanh_small(Vec x) {
-  const Vec square = x * x;
-  Vec factor = at::vec::fmadd(Vec(0.017135007f), square, Vec(-0.052986074f));
-  factor = at::vec::fmadd(factor, square, Vec(0.1332478f));
-  factor = at::vec::fmadd(factor, square, Vec(-0.3333307f));
-  factor = at::vec::fmadd(factor, square, Vec(1.0f));
-  return x * factor;
+template <int COUNT>
+__attribute__((always_inline)) inline Vecs<COUNT> tanh_small(const Vecs<COUNT>& x) {
+  const auto square = Vecs<COUNT>::of([&](int i) { return x[i] * x[i]; });
+  const auto factor = polynomial(square, {0.017135007f, -0.052986074f, 0.1332478f, -0.3333307f, 1.0f});
+  return Vecs<COUNT>::of([&](int i) { return x[i] * factor[i]; });
 }
 
 // e^x for x <= 88, without a branch: 0 below -87, NaN for NaN. e^x = 2^n·e^r with |r| <= log(2)/2, relative error 2e-9
 // before rounding. n is rounded by adding 1.5·2^23, whose low bits then hold n + 127: the exponent's bits of 2^n.
-inline Vec exp(Vec x) {
+template <int COUNT>
+__attribute__((always_inline)) inline Vecs<COUNT> exp(const Vecs<COUNT>& x) {
+  using Each = Vecs<COUNT>;
   const Vec magic(12582912.0f + 127.0f);
-  const Vec rounded = at::vec::fmadd(x, Vec(1.44269504f), magic);
-  const Vec n = rounded - magic;
-  Vec r = at::vec::fmadd(n, Vec(-0.693359375f), x);  // log(2) in two parts, the first one exact in n·log(2)
-  r = at::vec::fmadd(n, Vec(2.12194440e-4f), r);
-  Vec y = at::vec::fmadd(Vec(0.0013836742f), r, Vec(0.0083748987f));
-  y = at::vec::fmadd(y, r, Vec(0.041668232f));
-  y = at::vec::fmadd(y, r, Vec(0.1666642f));
-  y = at::vec::fmadd(y, r, Vec(0.5f));
-  y = at::vec::fmadd(y, r, Vec(1.0f));
-  y = at::vec::fmadd(y, r, Vec(1.0f));
-  const auto bits = at::vec::cast<int32_t>(rounded) << at::vec::Vectorized<int32_t>(23);
-  y = y * at::vec::cast<float>(bits);
-  return Vec::blendv(y, Vec(0.0f), x < Vec(-87.0f));
+  const auto rounded = Each::of([&](int i) { return at::vec::fmadd(x[i], Vec(1.44269504f), magic); });
+  const auto n = Each::of([&](int i) { return rounded[i] - magic; });
+  // log(2) in two parts, the first one exact in n·log(2)
+  auto r = Each::of([&](int i) { return at::vec::fmadd(n[i], Vec(-0.693359375f), x[i]); });
+  r = Each::of([&](int i) { return at::vec::fmadd(n[i], Vec(2.12194440e-4f), r[i]); });
+  const auto y = polynomial(r, {0.0013836742f, 0.0083748987f, 0.041668232f, 0.1666642f, 0.5f, 1.0f, 1.0f});
+  return Each::of([&](int i) {
+    const auto bits = at::vec::cast<int32_t>(rounded[i]) << at::vec::Vectorized<int32_t>(23);
+    return Vec::blendv(y[i] * at::vec::cast<float>(bits), Vec(0.0f), x[i] < Vec(-87.0f));
+  });
 }
+
+inline Vec exp(Vec x) { return exp(Vecs<1>{x})[0]; }
 
 // A 64-bit mix of its argument (splitmix64).
 inline uint64_t mix(uint64_t x) {

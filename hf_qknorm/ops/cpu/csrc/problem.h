@@ -85,7 +85,9 @@ struct Rows {
   int64_t query(int64_t r) const { return first_query + r % queries; }
   int64_t row(int64_t lane) const { return lane % (width / step); }
   bool empty(int64_t r) const { return start[r] >= stop[r]; }
-  bool shared(int64_t key) const { return key >= first_shared && key + step <= last_shared; }
+  bool shared(int64_t key, int64_t steps = 1) const {
+    return key >= first_shared && key + steps * step <= last_shared;
+  }
 
   // Whether the lanes, from `lane` on, see their keys, the first of which is given, as a mask
   Vec sees(int64_t lane, int64_t key) const {

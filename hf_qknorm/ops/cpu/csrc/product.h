@@ -84,16 +84,21 @@ inline void multiply_part(
   for (; n < columns; n += LANES) multiply_columns<1, ADD>(rows, inner, a, b + n, b_stride, c + n, c_stride);
 }
 
-// C [rows, columns] = (or with ADD +=) A [rows, inner] B [inner, columns], with columns a multiple of LANES. A part of B
-// stays in the first-level cache; more parts round less, too.
+// C [rows, columns] = (or with ADD +=) A [rows, inner] B [inner, columns], with columns a multiple of LANES. Parts of A and B
+// stay in the first-level cache; more parts round less, too.
 template <bool ADD, class A>
 inline void multiply(
     int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride) {
-  constexpr int64_t PART = 64;
-  multiply_part<ADD>(rows, columns, std::min(PART, inner), a, b, b_stride, c, c_stride);
-  for (int64_t k = PART; k < inner; k += PART) {
-    const float* rest = b + k * b_stride;
-    multiply_part<true>(rows, columns, std::min(PART, inner - k), a.from_column(k), rest, b_stride, c, c_stride);
+  constexpr int64_t PART = 64, PART_ROWS = 48;
+  for (int64_t m = 0; m < rows; m += PART_ROWS) {
+    const int64_t count = std::min(PART_ROWS, rows - m);
+    const A from = a.from_row(m);
+    float* to = c + m * c_stride;
+    multiply_part<ADD>(count, columns, std::min(PART, inner), from, b, b_stride, to, c_stride);
+    for (int64_t k = PART; k < inner; k += PART) {
+      const float* rest = b + k * b_stride;
+      multiply_part<true>(count, columns, std::min(PART, inner - k), from.from_column(k), rest, b_stride, to, c_stride);
+    }
   }
 }
 

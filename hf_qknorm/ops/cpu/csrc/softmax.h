@@ -52,14 +52,15 @@ void raise_shift(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) 
   for (int64_t lane = 0; lane < rows.width; lane += LANES) {
     const Vec before = Vec::loadu(softmax.shift + lane);
     Vec largest = before;
-    for (int64_t j = 0; j < tile.steps; ++j) {
+    by_steps(tile.steps, [&](int64_t j, auto count) {
       float* score = tile.scores + j * tile.stride + lane;
       const int64_t key = tile.first + j * rows.step;
-      Vec x = squashed<CAP>(Vec::loadu(score));
-      if (!rows.shared(key)) x = Vec::blendv(hidden, x, rows.sees(lane, key));
-      largest = at::vec::clamp_min(largest, logits<CAP>(x, cap));
-      x.store(score);
-    }
+      auto x = squashed<CAP>(load_steps<count>(score, tile.stride));
+      if (!rows.shared(key, count))
+        x = Vecs<count>::of([&](int i) { return Vec::blendv(hidden, x[i], rows.sees(lane, key + i * rows.step)); });
+      for (int i = 0; i < count; ++i) largest = at::vec::clamp_min(largest, logit<CAP>(x[i], cap));
+      store_steps(x, score, tile.stride);
+    });
     largest.store(softmax.shift + lane);
     if (rows.step > 1) {
       softmax.share_shifts(rows);
@@ -75,20 +76,21 @@ template <Cap CAP, bool BOUNDED>
 void weigh(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
   for (int64_t lane = 0; lane < rows.width; lane += LANES) {
     const Vec shift = Vec::loadu(softmax.shift + lane);
-    const auto weigh_key = [&](int64_t j) {
+    auto sums = Vecs<SIDE_BY_SIDE>::of([](int) { return Vec(0.0f); });  // shorter sums round less
+    by_steps(tile.steps, [&](int64_t j, auto count) {
+      using Each = Vecs<count>;
       float* score = tile.scores + j * tile.stride + lane;
       const int64_t key = tile.first + j * rows.step;
-      const Vec x = Vec::loadu(score);
-      Vec weight = exp(BOUNDED ? logits<CAP>(squashed<CAP>(x), cap) : exponents<CAP>(x, cap, shift));
-      if (!rows.shared(key)) weight = Vec::blendv(Vec(0.0f), weight, rows.sees(lane, key));
-      (tile.dropout ? weight * tile.dropout->factors(rows, lane, key) : weight).store(score);
-      return weight;
-    };
-    Vec sums[4] = {Vec(0.0f), Vec(0.0f), Vec(0.0f), Vec(0.0f)};  // shorter sums round less
-    int64_t j = 0;
-    for (; j + 4 <= tile.steps; j += 4)
-      for (int i = 0; i < 4; ++i) sums[i] = sums[i] + weigh_key(j + i);
-    for (; j < tile.steps; ++j) sums[0] = sums[0] + weigh_key(j);
+      auto x = load_steps<count>(score, tile.stride);
+      if constexpr (BOUNDED) x = squashed<CAP>(x);
+      auto weight = exp(Each::of([&](int i) { return BOUNDED ? logit<CAP>(x[i], cap) : exponent<CAP>(x[i], cap, shift); }));
+      if (!rows.shared(key, count))
+        weight = Each::of([&](int i) { return Vec::blendv(Vec(0.0f), weight[i], rows.sees(lane, key + i * rows.step)); });
+      for (int i = 0; i < count; ++i) sums[i] = sums[i] + weight[i];
+      if (tile.dropout)
+        weight = Each::of([&](int i) { return weight[i] * tile.dropout->factors(rows, lane, key + i * rows.step); });
+      store_steps(weight, score, tile.stride);
+    });
     Vec total = Vec::loadu(softmax.total + lane);
     if constexpr (!BOUNDED) total = total * Vec::loadu(softmax.rescale + lane);
     (total + ((sums[0] + sums[1]) + (sums[2] + sums[3]))).store(softmax.total + lane);

@@ -47,7 +47,7 @@ void add_surprise(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax,
     surprise = Vec::blendv(zero, moved, total > zero);  // the first shift may be infinitely far away
     Vec new_total = zero, new_surprise = zero;
     for (int64_t j = 0; j < tile.steps; ++j) {
-      const Vec difference = logits<CAP>(Vec::loadu(tile.scores + j * tile.stride + lane), cap) - shift;
+      const Vec difference = logit<CAP>(Vec::loadu(tile.scores + j * tile.stride + lane), cap) - shift;
       const Vec weight = exp(difference);
       new_total = new_total + weight;
       new_surprise = new_surprise + Vec::blendv(weight * difference, zero, difference < Vec(-87.0f));  // 0·log 0 is 0
@@ -70,13 +70,14 @@ void add_surprise(const Problem& problem, const Rows& rows, const Tile& tile, So
 template <class T>
 void measure(const Problem& problem, const Rows& rows, double threshold, float* memory, RowStatistics* results) {
   const int64_t head_dim = problem.head_dim;
-  float *row = memory, *queries = row + padded(head_dim), *scores = queries + BLOCK_ROWS * head_dim;
+  const int64_t width = padded(head_dim);
+  float *staged = memory, *queries = staged + LANES * width, *scores = queries + BLOCK_ROWS * width;
   float* copy = scores + BLOCK_ROWS * TILE_KEYS;
   const Vec unit(static_cast<float>(problem.cap.value_or(1.0))), limit(static_cast<float>(threshold));
   Measured measured;
   Softmax softmax(problem, rows);
   if (problem.bounded()) std::fill(softmax.shift, softmax.shift + BLOCK_ROWS, -FLT_MAX);  // differences round less
-  load_columns<T>(problem, problem.q, rows, problem.query_factor(), row, queries);
+  load_columns<T>(problem, problem.q, rows, problem.query_factor(), staged, queries);
   for (int64_t first = rows.first_key; first < rows.last_key; first += TILE_KEYS) {
     const int64_t count = std::min(TILE_KEYS, rows.last_key - first);
     const ByRow keys = load_keys<T>(problem.k, rows, first, count, head_dim, copy);
@@ -97,7 +98,7 @@ template <class T>
 void measure_all(const Problem& problem, double threshold, RowStatistics* results) {
   const Blocks blocks(problem);
   const int64_t per_key_head = blocks.per_key_head(), head_dim = problem.head_dim;
-  const int64_t memory = padded(head_dim) + BLOCK_ROWS * (head_dim + TILE_KEYS) + TILE_KEYS * head_dim;
+  const int64_t memory = (LANES + BLOCK_ROWS) * padded(head_dim) + TILE_KEYS * (BLOCK_ROWS + head_dim);
   const int64_t items = problem.batch * problem.key_heads * per_key_head;
   share_out(items, at::get_num_threads(), memory, [&](int64_t item, float* memory) {
     const int64_t place = item / per_key_head, part = per_key_head - 1 - item % per_key_head;  // the longest first

@@ -10,15 +10,28 @@
 
 namespace hf_qknorm {
 
-// Rows of a block of heads, times a factor, as columns: to[d·BLOCK_ROWS + r], zero beyond the last row. `row` is scratch.
+// Rows of a block of heads from row `first` on, in fp32, times a factor: [count, width], zeros in place of what is not there.
 template <class T>
-void load_columns(const Problem& problem, const Heads& heads, const Rows& rows, double factor, float* row, float* to) {
-  for (int64_t r = 0; r < rows.count; ++r) {
-    widen(heads.at<const T>(rows.b, rows.head(r), rows.query(r)), row, problem.head_dim);
-    for (int64_t d = 0; d < problem.head_dim; ++d) to[d * BLOCK_ROWS + r] = static_cast<float>(factor * row[d]);
+void load_rows(const Problem& problem, const Heads& heads, const Rows& rows, int64_t first, int64_t count, double factor,
+               float* to) {
+  const int64_t head_dim = problem.head_dim, width = padded(head_dim);
+  for (int64_t r = first; r < first + count; ++r, to += width) {
+    const int64_t loaded = r < rows.count ? head_dim : 0;
+    if (loaded) widen(heads.at<const T>(rows.b, rows.head(r), rows.query(r)), to, head_dim);
+    if (factor != 1.0)
+      for (int64_t d = 0; d < loaded; ++d) to[d] = static_cast<float>(factor * to[d]);
+    std::fill(to + loaded, to + width, 0.0f);
   }
-  for (int64_t d = 0; d < problem.head_dim; ++d)
-    std::fill(to + d * BLOCK_ROWS + rows.count, to + d * BLOCK_ROWS + rows.width, 0.0f);
+}
+
+// Rows of a block of heads, times a factor, as columns: to[d·BLOCK_ROWS + r]. `staged` [LANES, width] is scratch.
+template <class T>
+void load_columns(const Problem& problem, const Heads& heads, const Rows& rows, double factor, float* staged, float* to) {
+  const int64_t width = padded(problem.head_dim);
+  for (int64_t r = 0; r < rows.width; r += LANES) {
+    load_rows<T>(problem, heads, rows, r, LANES, factor, staged);
+    transpose(staged, width, LANES, width, to + r, BLOCK_ROWS);
+  }
 }
 
 // Keys or values [count, head_dim] in fp32: where they lie, or a copy of them.
@@ -48,22 +61,22 @@ ByRow load_tile(const Heads& heads, int64_t b, int64_t head, int64_t first, int6
 enum class Cap { none, small, any };  // small: all arguments of tanh are within SMALL
 
 // The logits over the cap, of products with `query_factor`; without a cap the logits
-template <Cap CAP>
-inline Vec squashed(Vec x) {
+template <Cap CAP, int COUNT>
+inline Vecs<COUNT> squashed(const Vecs<COUNT>& x) {
   if constexpr (CAP == Cap::none) return x;
   if constexpr (CAP == Cap::small) return tanh_small(x);
-  return x.tanh();
+  return Vecs<COUNT>::of([&](int i) { return x[i].tanh(); });
 }
 
-// Logits of squashed scores
+// The logit of a squashed score
 template <Cap CAP>
-inline Vec logits(Vec squashed, Vec cap) {
+inline Vec logit(Vec squashed, Vec cap) {
   return CAP == Cap::none ? squashed : cap * squashed;
 }
 
 // logit - shift, rounded once. All passes round alike, so that the weights of backward add up to 1.
 template <Cap CAP>
-inline Vec exponents(Vec squashed, Vec cap, Vec shift) {
+inline Vec exponent(Vec squashed, Vec cap, Vec shift) {
   return CAP == Cap::none ? squashed - shift : at::vec::fmsub(cap, squashed, shift);
 }
 
@@ -75,6 +88,26 @@ inline Cap cap_of(const Problem& problem, const float* scores, int64_t stride, i
     for (int64_t lane = 0; lane < width; lane += LANES)
       largest = at::vec::clamp_min(largest, Vec::loadu(scores + j * stride + lane).abs());
   return largest_of(largest) <= SMALL ? Cap::small : Cap::any;
+}
+
+constexpr int SIDE_BY_SIDE = 4;
+
+// Call take(j, count) for the steps from j on, of which `count`, a constant, are taken side by side.
+template <class Take>
+inline void by_steps(int64_t steps, const Take& take) {
+  int64_t j = 0;
+  for (; j + SIDE_BY_SIDE <= steps; j += SIDE_BY_SIDE) take(j, std::integral_constant<int, SIDE_BY_SIDE>());
+  for (; j < steps; ++j) take(j, std::integral_constant<int, 1>());
+}
+
+template <int COUNT>
+inline Vecs<COUNT> load_steps(const float* from, int64_t stride) {
+  return Vecs<COUNT>::of([&](int i) { return Vec::loadu(from + i * stride); });
+}
+
+template <int COUNT>
+inline void store_steps(const Vecs<COUNT>& x, float* to, int64_t stride) {
+  for (int i = 0; i < COUNT; ++i) x[i].store(to + i * stride);
 }
 
 // Run work(item, memory) for all items. A thread takes the next item when it is free, so that a slow one takes fewer.

@@ -18,6 +18,23 @@ constexpr int64_t LANES = Vec::size();
 
 inline int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
+// Vectors that take the same steps side by side: a CPU waits for the result of each step, and meanwhile has the others.
+template <int COUNT>
+struct Vecs {
+  Vec part[COUNT];
+
+  // The results of make(i) for each of the vectors
+  template <class Make>
+  __attribute__((always_inline)) static Vecs of(Make make) {
+    Vecs vectors;
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; ++i) vectors.part[i] = make(i);
+    return vectors;
+  }
+  Vec& operator[](int i) { return part[i]; }
+  const Vec& operator[](int i) const { return part[i]; }
+};
+
 inline float largest_of(Vec x) {
   float numbers[LANES];
   x.store(numbers);
@@ -52,6 +69,13 @@ inline void widen(const T* from, float* to, int64_t count) {
 template <class T>
 inline void narrow(const float* from, T* to, int64_t count) {
   at::vec::convert(from, to, count);
+}
+
+// to [columns, rows] = the transpose of from [rows, columns], with rows and columns multiples of LANES
+inline void transpose(const float* from, int64_t from_stride, int64_t rows, int64_t columns, float* to, int64_t to_stride) {
+  for (int64_t r = 0; r < rows; r += LANES)
+    for (int64_t c = 0; c < columns; c += LANES)
+      at::vec::transpose_mxn<float, LANES, LANES>(from + r * from_stride + c, from_stride, to + c * to_stride + r, to_stride);
 }
 
 // Memory for fp32 numbers at the start of a cache line, freed with its owner.
