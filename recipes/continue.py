@@ -7,11 +7,11 @@
 Does a converted model train on where the unpatched one goes astray, does it end better, and what does a fault cost?
 Each run trains the model for 300 steps of 4×128 tokens (`--size cpu`): AdamW with weight decay 0.1 on matrices, or
 Muon, 30 steps of warm-up, a cosine to a tenth of the rate, gradients clipped at 1, no dropout, bf16 autocast over fp32
-weights, in training and judging. Within a seed all arms see the same batches; nothing else depends on the seed, so that
-the spread over seeds does not cover other models and texts. The held-out loss is over 16 batches of 8×128 tokens from
-the last tenth of the new text. Knee and gains come from the text that the model knows, with norms of sharpness 8.
-QuacK's τ is the one of 0.1, 0.3, 1 and 3 with the smallest mean loss at the second and the fourth rate, with a seed
-that is not used again.
+weights, in training and judging (on a CPU without AVX-512, its products are those of the bf16 numbers in fp32, rounded
+once). Within a seed all arms see the same batches; nothing else depends on the seed, so that the spread over seeds does
+not cover other models and texts. The held-out loss is over 16 batches of 8×128 tokens from the last tenth of the new
+text. Knee and gains come from the text that the model knows, with norms of sharpness 8. QuacK's τ is the one of 0.1,
+0.3, 1 and 3 with the smallest mean loss at the second and the fourth rate, with a seed that is not used again.
 
 The rules, fixed before the runs. An arm's best rate has the smallest mean loss over the seeds. An arm "ends better" if
 its loss at its best rate is below the unpatched model's at that one's best rate by more than twice the standard error,

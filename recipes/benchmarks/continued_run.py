@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from continued_arms import ARMS, STARTS, Arm, adamw
 from ngrams import ngram_loss
+from rounded_products import rounded_products
 from run_log import Row, thinned
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -222,7 +223,8 @@ def run_one(settings: Row, sources: Sources, end: float = math.inf) -> Row | Non
     run = Run(model, optimizer, arm, rate, size, settings["precision"], settings["fault"], {"way": [], "losses": []})
     name = f"{zlib.crc32(repr(sorted(settings.items())).encode()):08x}.pt"
     judging = [batch.to(sources.device) for batch in text.judging(size)]
-    return run.train(text.training(size, settings["seed"]), judging, sources.folder / name, end)
+    with rounded_products():
+        return run.train(text.training(size, settings["seed"]), judging, sources.folder / name, end)
 
 
 def load(folder: Path | str) -> Any:
