@@ -59,10 +59,9 @@ def as_results(out: Tensor, value: Tensor) -> tuple[Tensor, None]:
 def _in_one_dtype(heads: Heads) -> Heads:
     """The heads in autocast's dtype if theirs differ, as with a cache in another one: SDPA gets them so as well."""
     q, k, v = heads[:3]
-    device = q.device.type
-    if q.dtype == k.dtype == v.dtype or not torch.is_autocast_enabled(device):
+    if q.dtype == k.dtype == v.dtype or not torch.is_autocast_enabled(q.device.type):
         return heads
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(q.device.type)
     return heads._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))
 
 

@@ -92,7 +92,7 @@ def _norm_rope_kind(x: Tensor, norm: Norm, rotary: Rotary | None) -> tuple[Any, 
 
 def _norm_kind(norm: Norm) -> tuple[Any, ...]:
     kind, gain, bias, blend, eps, _, sharpness = norm
-    shapes = (None if parameter is None else (parameter.shape, parameter.dtype) for parameter in (gain, bias))
+    shapes = gain is not None and (gain.shape, gain.dtype), bias is not None and (bias.shape, bias.dtype)
     return kind, sharpness, blend is None, isinstance(eps, Tensor), *shapes
 
 

@@ -13,11 +13,14 @@ from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked, run_pre_hooks
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.ops import library
-from hf_qknorm.ops.cpu import kernels, norm_rope
+from hf_qknorm.ops.cpu import norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 
 CPU: Final = torch.device("cpu")
 CPP_BACKENDS: Final = ("hf_qknorm", implementations.CPP.name)  # the attention functions that may take the C++ kernels
+
+
+_latest_rotary: tuple[Any, ...] = (None, None, None, None)  # cos, sin, the family's field, and the rotation of them
 
 
 class QKNormAttention(KneeStateDict, PlainAttention):
@@ -71,27 +74,29 @@ class QKNormAttention(KneeStateDict, PlainAttention):
             return None
         if not self._fits_a_step(heads, options) or not cpu_kernels.is_ready():
             return None
-        q_norm, k_norm = self._kernel_norm("q_norm", CPU), self._kernel_norm("k_norm", CPU)
+        q_module, k_module = self.norm_module("q_norm"), self.norm_module("k_norm")
+        q_norm, k_norm = _kernel_norm(q_module, CPU), _kernel_norm(k_module, CPU)
         if q_norm is None or k_norm is None or not q.dtype == k.dtype == v.dtype:
             return None
         own = backend in CPP_BACKENDS
         if q_norm.kind == k_norm.kind == "none" and not own:  # the model's own RoPE
             return None
-        heads = Heads(q, k, v, q_norm, k_norm, kernel_rotary(positions, self.family.rope))
+        heads = Heads(q, k, v, q_norm, k_norm, _step_rotary(positions, self.family.rope))
         if not cpu_kernels.serves_append(heads):
             return None
         into = caches.room(cache, self.family.style.slot(self, **options), k)
         if into is None or into.layer is None:
             return None
         keys, values, _ = into.cache
-        call = None
-        if own and not functions.weights_wanted(options):  # made before the cache changes: it may refuse
-            call = make_call(self, Heads(q, keys, values), mask, **options)
-        q, k = self._before_norm("q_norm", q), self._before_norm("k_norm", k)
-        q = norm_rope.append(heads._replace(q=q, k=k), into.cache)
+        heads = heads._replace(q=_before_norm(q_module, q), k=_before_norm(k_module, k))
+        if own and not functions.weights_wanted(options):
+            call = make_call(self, Heads(q, keys, values), mask, **options)  # before the cache changes: it may refuse
+            if cpu_kernels.why_not(*call) is None:
+                out = norm_rope.step(heads, into.cache, call.visible, call.options)
+                into.keep()
+                return as_results(out, v)
+        q = norm_rope.append(heads, into.cache)
         into.keep()
-        if call is not None and cpu_kernels.why_not(*call) is None:
-            return as_results(kernels.attend(call.heads._replace(q=q), call.visible, call.options), v)
         return self.attention_function()(self, q, keys, values, mask, **options)
 
     def _update(self, cache: Any, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -105,7 +110,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         if norms is not None:
             rotary = kernel_rotary(positions, self.family.rope)
             if all(map(cpu_kernels.serves_norm_rope, (q, k), norms, (rotary, rotary))):
-                q, k = self._before_norm("q_norm", q), self._before_norm("k_norm", k)
+                q, k = _before_norm(self.norm_module("q_norm"), q), _before_norm(self.norm_module("k_norm"), k)
                 return *norm_rope.norm_rope(Heads(q, k, v, *norms, rotary)), v
         return super()._norm_rotate(q, k, v, positions, cache, options)
 
@@ -124,7 +129,7 @@ class QKNormAttention(KneeStateDict, PlainAttention):
         # Training waits for the compiler, as its attention does.
         if not cpu_kernels.is_ready() and cpu_kernels.why_not_here(wait=torch.is_grad_enabled()) is not None:
             return None
-        q_norm, k_norm = self._kernel_norm("q_norm", CPU), self._kernel_norm("k_norm", CPU)
+        q_norm, k_norm = (_kernel_norm(self.norm_module(name), CPU) for name in ("q_norm", "k_norm"))
         if q_norm is None or k_norm is None or q_norm.kind == k_norm.kind == "none":  # bypassed: the model's own RoPE
             return None
         return q_norm, k_norm
@@ -144,28 +149,40 @@ class QKNormAttention(KneeStateDict, PlainAttention):
 
     def _for_kernels(self, name: str, x: Tensor) -> tuple[Tensor, Norm]:
         """x and the norm that the kernel applies to it; a norm that it can't apply is applied here."""
-        norm = self._kernel_norm(name, x.device)
-        return (self.normed(name, x), Norm()) if norm is None else (self._before_norm(name, x), norm)
-
-    def _kernel_norm(self, name: str, device: torch.device) -> Norm | None:
-        """The norm of that name on a device, the identity without one; None if its hooks do not end before it."""
-        module: Any = self.norm_module(name)
-        norm = active_copy(module)
-        if norm is None:
-            return Norm()
-        if not is_unhooked(norm) or (norm is not module and not is_unhooked(module)):
-            return None
-        if type(norm) is nn.Identity:  # it has hooks of an observer
-            return Norm()
-        return norm.as_norm(device) if type(norm) is HeadNorm else None
-
-    def _before_norm(self, name: str, x: Tensor) -> Tensor:
-        """Heads `[B, H, T, D]`, after the hooks before the norm of that name."""
         module = self.norm_module(name)
-        for norm in dict.fromkeys((module, active_copy(module))):
-            if norm is not None and norm._forward_pre_hooks:
-                x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
-        return x
+        norm = _kernel_norm(module, x.device)
+        return (self.normed(name, x), Norm()) if norm is None else (_before_norm(module, x), norm)
+
+
+def _kernel_norm(module: Any, device: torch.device) -> Norm | None:
+    """A layer's norm on a device, the identity without one; None if its hooks do not end before it."""
+    norm = active_copy(module)
+    if norm is None:
+        return Norm()
+    if not is_unhooked(norm) or (norm is not module and not is_unhooked(module)):
+        return None
+    if type(norm) is nn.Identity:  # it has hooks of an observer
+        return Norm()
+    return norm.as_norm(device) if type(norm) is HeadNorm else None
+
+
+def _before_norm(module: Any, x: Tensor) -> Tensor:
+    """Heads `[B, H, T, D]`, after the hooks before a layer's norm."""
+    for norm in dict.fromkeys((module, active_copy(module))):
+        if norm is not None and norm._forward_pre_hooks:
+            x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
+    return x
+
+
+def _step_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:
+    """`kernel_rotary`; the layers of a step share cos and sin, and its result."""
+    global _latest_rotary
+    if positions is None:
+        return None
+    cos, sin, known, rotary = _latest_rotary
+    if cos is not positions[0] or sin is not positions[1] or known != rope:
+        _latest_rotary = _, _, _, rotary = *positions, rope, kernel_rotary(positions, rope)
+    return rotary
 
 
 def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:

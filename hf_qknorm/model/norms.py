@@ -189,7 +189,7 @@ class HeadNorm(nn.Module):
             eps = eps.to(device)
             if type(eps) is Tensor and not eps.is_meta and not eps.is_inference():  # not of a trace
                 self.eps = eps
-        weight, bias = _local(self._held("weight")), _local(self._held("bias"))
+        weight, bias = self._held("weight"), self._held("bias")
         blend = self._buffers["blend"]
         if blend is None:
             return Norm(self.norm, weight, bias, None, eps, self.p, self.sharpness)
@@ -198,11 +198,13 @@ class HeadNorm(nn.Module):
         return Norm(self.norm, gain * self.rescale, bias, blend, eps, self.p, self.sharpness)
 
     def _held(self, name: str) -> Any:
-        """The parameter of that name, without the search of `nn.Module`, which takes as long as a small operator.
+        """The parameter of that name, or this rank's part of it: under tensor parallelism it is a DTensor.
 
-        Parametrizations and FSDP's flat parameters keep it elsewhere.
+        It is found without the search of `nn.Module`, which takes as long as a small operator. Parametrizations and
+        FSDP's flat parameters keep it elsewhere.
         """
-        return self._parameters[name] if name in self._parameters else getattr(self, name)
+        held = self._parameters[name] if name in self._parameters else getattr(self, name)
+        return held.to_local() if isinstance(held, DTensor) else held
 
     def extra_repr(self) -> str:
         order = f", p={self.p:g}" if NORMS[self.norm].any_order else ""
@@ -249,11 +251,6 @@ def run_pre_hooks(module: nn.Module, x: Tensor) -> Tensor:
         if replaced is not None:
             x = replaced[0] if isinstance(replaced, tuple) else replaced
     return x
-
-
-def _local(parameter: Any) -> Tensor | None:
-    """Return this rank's part of a gain, which is a DTensor under tensor parallelism."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def initial_scalar_gain(scheme: Scheme, norm: str, max_positions: int, head_dim: int, scale: float) -> float:

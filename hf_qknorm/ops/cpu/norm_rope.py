@@ -5,6 +5,7 @@ All arithmetic is in fp32, whatever the dtype of the heads, with one rounding at
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -15,7 +16,7 @@ from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.operators import PARAMETERS, QUERIES_KEYS, Results
 from hf_qknorm.ops.registration import AS_NORMS, NO_ROTARY, NORM_ROPE, Operator, flatten_norms, is_plain
-from hf_qknorm.ops.types import Heads, LayerCache, Norm, Rotary
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
 DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
 MOST_COLUMNS: Final = 256
@@ -83,10 +84,25 @@ def append(heads: Heads, into: LayerCache) -> Tensor:
 
     Raises ValueError for tensors that do not fit, by name, before the cache changes.
     """
-    q, k, v, q_norm, k_norm, rotary = heads
-    norms = *_norm_arguments(q_norm), *_norm_arguments(k_norm)
-    queries: Tensor = build.operators().append(q, k, v, *into[:2], *norms, *(rotary or NO_ROTARY))
+    queries: Tensor = _overload("append")(*_append_arguments(heads, into))
     return queries
+
+
+def step(heads: Heads, into: LayerCache, visible: Visible, options: Options) -> Tensor:
+    """`append`, and attention of the queries to the whole cache without dropout: `[B, H, T, D]` as `[B, T, H, D]`."""
+    result: Tensor = _overload("step")(*_append_arguments(heads, into), *visible[:2], *options[:4])
+    return result
+
+
+@cache
+def _overload(name: str) -> Any:
+    """An operator's only overload: to look it up takes a part of a call's time."""
+    return getattr(build.operators(), name).default
+
+
+def _append_arguments(heads: Heads, into: LayerCache) -> tuple[Any, ...]:
+    q, k, v, q_norm, k_norm, rotary = heads
+    return q, k, v, *into[:2], *_norm_arguments(q_norm), *_norm_arguments(k_norm), *(rotary or NO_ROTARY)
 
 
 def _norm_arguments(norm: Norm) -> tuple[Any, ...]:

@@ -137,6 +137,12 @@ def _cpp_append(seed: int) -> Values:
     return draw.queries_keys_values(draw.queries) | draw.cache(draw.queries + 4) | switches | norms
 
 
+def _cpp_step(seed: int) -> Values:
+    values, draw = _cpp_append(seed), _Draw(seed, fused=False)
+    visible = draw.visible(values["keys"].shape[2])
+    return values | {name: visible[name] for name in visible if name not in ("seed", "dropout")} | {"cap": 5.0}
+
+
 def _cpp_call(name: str, values: Values) -> list[Tensor]:
     overload = getattr(build.operators(), name).default
     found = overload(*(values.get(x.name, 0.5) for x in overload._schema.arguments))  # measure's threshold
@@ -212,7 +218,7 @@ FUSED = {
 DRAWS = {
     "cpp": {
         "backward": _cpp_backward, "norm_rope": _cpp_norm_rope, "norm_rope_backward": _cpp_norm_rope_backward,
-        "append": _cpp_append,
+        "append": _cpp_append, "step": _cpp_step,
     },
     "triton": {
         "fused_attention": _fused, "fused_attention_backward": _fused_backward, "norm_rope": _norm_rope,

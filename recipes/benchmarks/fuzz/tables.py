@@ -180,6 +180,9 @@ CPP_APPEND: Final[Table] = {
     **{name: line for name, line in FUSED_NORMS.items() if not name.endswith(_UNLIKE_FUSED)},
     **{f"{side}_eps": CPP_NORM_ROPE["eps"] for side in "qk"},
 }
+CPP_STEP: Final[Table] = CPP_APPEND | {
+    name: ATTENTION[name] for name in ("ranges", "sinks", "scale", "cap", "causal", "window")
+}
 
 # The operators of the C++ library, and those of Triton's kernels.
 CPP: Final[dict[str, Table]] = {
@@ -190,6 +193,7 @@ CPP: Final[dict[str, Table]] = {
     "norm_rope": CPP_NORM_ROPE,
     "norm_rope_backward": CPP_NORM_ROPE_BACKWARD,
     "append": CPP_APPEND,
+    "step": CPP_STEP,
 }
 TRITON: Final[dict[str, Table]] = {
     "fused_attention": FUSED,

@@ -12,11 +12,11 @@ from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.cpu import norm_rope
+from hf_qknorm.ops.cpu import kernels, norm_rope
 from hf_qknorm.ops.registration import flatten_norms
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.trust.code_path import CodePath
-from hf_qknorm.ops.types import Heads, LayerCache, Norm, Rotary
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.norm_cases import CASES, DEVICE, Case, draw, expected, gradients_like
@@ -62,10 +62,15 @@ def test_keys_and_values_are_written_behind_those_of_a_cache(case: Case) -> None
     wanted = norm_rope.norm_rope(heads := Heads(call.q, call.k, call.k + 1, call.q_norm, call.k_norm, call.rotary))
     before = call.k.new_ones((*call.k.shape[:2], 3, case.head_dim))
     into = LayerCache(*(torch.cat([before, torch.zeros_like(call.k)], 2) for _ in range(2)))
+    again = LayerCache(into.keys.clone(), into.values.clone())
     queries = norm_rope.append(heads, into)
     assert torch.equal(queries, wanted[0])
     for got, new in ((into.keys, wanted[1]), (into.values, heads.v)):
         assert torch.equal(got, torch.cat([before, new], 2))
+    options, visible = Options(0.3, 5.0, causal=True, window=4), Visible(sinks=torch.randn(call.q.shape[1]))
+    attended = kernels.attend(Heads(queries, *into[:2]), visible, options)
+    assert torch.equal(norm_rope.step(heads, again, visible, options), attended)
+    assert all(map(torch.equal, again[:2], into[:2]))
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
@@ -199,9 +204,10 @@ def test_a_wrong_kernel_is_found_at_its_first_call(unchecked, monkeypatch, caplo
 def calls(monkeypatch) -> list[Tensor]:
     """The queries of each call."""
     found: list[Tensor] = []
-    whole, step = norm_rope.norm_rope, norm_rope.append
+    whole, append, step = norm_rope.norm_rope, norm_rope.append, norm_rope.step
     monkeypatch.setattr(norm_rope, "norm_rope", lambda heads: found.append(heads.q) or whole(heads))
-    monkeypatch.setattr(norm_rope, "append", lambda heads, into: found.append(heads.q) or step(heads, into))
+    monkeypatch.setattr(norm_rope, "append", lambda heads, into: found.append(heads.q) or append(heads, into))
+    monkeypatch.setattr(norm_rope, "step", lambda heads, *rest: found.append(heads.q) or step(heads, *rest))
     return found
 
 

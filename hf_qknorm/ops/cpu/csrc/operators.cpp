@@ -131,12 +131,31 @@ Tensor run_append(const Tensor& q, const Tensor& k, const Tensor& v, Tensor keys
   return norm_rope(dense(q), q_kind, q_gain, q_bias, cos, sin, interleaved);
 }
 
+// `append`, and attention of the queries to the whole cache.
+Tensor run_step(const Tensor& q, const Tensor& k, const Tensor& v, Tensor keys, Tensor values, bool q_normed,
+                bool q_centred, bool q_summed, const MaybeTensor& q_gain, const MaybeTensor& q_bias, double q_eps,
+                int64_t q_sharpness, bool k_normed, bool k_centred, bool k_summed, const MaybeTensor& k_gain,
+                const MaybeTensor& k_bias, double k_eps, int64_t k_sharpness, const MaybeTensor& cos,
+                const MaybeTensor& sin, bool interleaved, const MaybeTensor& ranges, const MaybeTensor& sinks,
+                double scale, std::optional<double> cap, bool causal, std::optional<int64_t> window) {
+  check_norm_rope(q, q_gain, q_bias, q_eps, q_sharpness, cos, sin, "q");
+  check_append(q, k, v, keys, values);
+  check_attention(q, keys, values, ranges, sinks, {}, scale, cap, causal, window, 0.0);  // before the cache changes
+  const Tensor queries = run_append(q, k, v, keys, values, q_normed, q_centred, q_summed, q_gain, q_bias, q_eps,
+                                    q_sharpness, k_normed, k_centred, k_summed, k_gain, k_bias, k_eps, k_sharpness, cos,
+                                    sin, interleaved);
+  return run_attend(queries, keys, values, ranges, sinks, {}, scale, cap, causal, window, 0.0);
+}
+
 #define HF_QKNORM_CALL                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? sinks, Tensor? seed, float scale, float? cap, " \
   "bool causal, int? window, float dropout"
 #define HF_QKNORM_NORM(SIDE)                                                                              \
   "bool " SIDE "_normed, bool " SIDE "_centred, bool " SIDE "_summed, Tensor? " SIDE "_gain, Tensor? " SIDE \
   "_bias, float " SIDE "_eps, int " SIDE "_sharpness"
+#define HF_QKNORM_APPEND                                                                                       \
+  "Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, " HF_QKNORM_NORM("q") ", " HF_QKNORM_NORM( \
+      "k") ", Tensor? cos, Tensor? sin, bool interleaved"
 #define HF_QKNORM_HEADS                                                                                       \
   "Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, int sharpness, " \
   "Tensor? cos, Tensor? sin, bool interleaved"
@@ -150,8 +169,9 @@ TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
   library.def("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor");
   library.def("norm_rope(" HF_QKNORM_HEADS ") -> Tensor");
   library.def("norm_rope_backward(" HF_QKNORM_HEADS ", Tensor grad) -> (Tensor, Tensor, Tensor)");
-  library.def("append(Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, " HF_QKNORM_NORM("q") ", "
-              HF_QKNORM_NORM("k") ", Tensor? cos, Tensor? sin, bool interleaved) -> Tensor");
+  library.def("append(" HF_QKNORM_APPEND ") -> Tensor");
+  library.def("step(" HF_QKNORM_APPEND
+              ", Tensor? ranges, Tensor? sinks, float scale, float? cap, bool causal, int? window) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
@@ -162,6 +182,7 @@ TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
   library.impl("norm_rope", run_norm_rope);
   library.impl("norm_rope_backward", run_norm_rope_backward);
   library.impl("append", run_append);
+  library.impl("step", run_step);
 }
 
 }  // namespace
