@@ -23,7 +23,9 @@ def project_bert(module: Any, hidden_states: Tensor) -> Projected:
     return tuple(getattr(module, name)(hidden_states).view(shape) for name in WEIGHTS)
 
 
-def attend(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+def attend_rembert(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor]:
     """RemBERT and others: the module's own computation, `[B, T, H, D]` and the weights."""
     logits = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(module.attention_head_size)
     logits = logits if mask is None else logits + mask
@@ -103,7 +105,7 @@ INLINE = replace(
     BERT,
     forward=forward_inline,
     inline=True,
-    eager=lambda module: attend,
+    eager=lambda module: attend_rembert,
     scale=lambda module: module.attention_head_size**-0.5,
 )
 GIT = replace(INLINE, forward=forward_git)  # causal but for the patches of images, which its masks contain

@@ -32,7 +32,7 @@ def forward_by_role(shared: Callable[..., Any], module: Any, *args: Any, **kwarg
     return shared(*args, is_causal=module.is_decoder, **kwargs)
 
 
-def attend(
+def attend_mvp(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0, **options: Any
 ) -> Attended:
     """MVP and TrOCR: the module's own computation."""
@@ -100,7 +100,7 @@ def _position_bias(module: Any, hidden_states: Tensor, states: Tensor | None, ca
 BART = Style(output=output_out_proj, project_across=project_across, dropout=lambda module: module.dropout, heads=heads)
 BIGBIRD = replace(BART, forward=forward_by_role)
 WHISPER = replace(BART, prescaled=True, length=lambda module: module.config.max_target_positions)
-INLINE = replace(BART, forward=forward_by_role, inline=True, eager=lambda module: attend, prescaled=True)
+INLINE = replace(BART, forward=forward_by_role, inline=True, eager=lambda module: attend_mvp, prescaled=True)
 WEIGHTS_T5 = ("q", "k", "v")
 T5 = Style(
     project_t5,

@@ -31,11 +31,11 @@ def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, T
     q = heads.q
     results = laid_out(q), q.new_empty((*q.shape[:3], 2), dtype=torch.promote_types(q.dtype, torch.float32))
 
-    def attend(share: Share) -> None:
+    def attend_share(share: Share) -> None:
         found = _forward(Problem(heads, visible, options, share))
         _write(results, found, share, heads.k.shape[1])
 
-    threads.run([partial(attend, share) for share in shares(heads)], q.device)
+    threads.run([partial(attend_share, share) for share in shares(heads)], q.device)
     return results
 
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,6 +75,7 @@ LIMITS = (
     Row(4096, 64, BF16, 1.00),
 )
 ROTATED_LENGTHS = (512, 1024, 4096)
+BESIDE = (Row(1024, 64, F32, 1.00), Row(4096, 64, F32, 1.00))  # their limits: C++'s slowdown over SDPA's
 EAGER_LIMIT, STEP_LIMIT, ROTATED_LIMIT = 6.5, 1.00, 1.00
 
 
@@ -176,6 +179,34 @@ def training_step(model: Any, tokens: Tensor) -> Callable[[], object]:
     return step
 
 
+@contextmanager
+def busy_process() -> Iterator[None]:
+    """A process that keeps one core busy."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def beside_times(turns: int) -> dict[Row, tuple[Times, Times]]:
+    """The times of attention alone, and beside a busy process."""
+    alone = {row: attention_times(row, turns) for row in BESIDE}
+    with busy_process():
+        return {row: (times, attention_times(row, turns)) for row, times in alone.items()}
+
+
+def beside_table(measured: dict[Row, tuple[Times, Times]]) -> list[str]:
+    rows = []
+    for row, (alone, beside) in measured.items():
+        slower = {name: statistics.median(beside[name]) / statistics.median(alone[name]) for name in (CPP, SDPA)}
+        cells = (f"{slower[name]:.2f} ({cell(beside[name])} ms)" for name in (CPP, SDPA))
+        ratio = slower[CPP] / slower[SDPA]
+        rows.append((str(row), *cells, f"{ratio:.2f}", verdict(ratio, row.limit)))
+    head = ("beside a process that keeps one core busy, over the time alone", CPP, SDPA, "C++ ÷ SDPA", "limit")
+    return table(head, rows)
+
+
 def quartiles(times: list[float], others: list[float]) -> tuple[float, float, float]:
     """The quartiles of the first over the second within the turns."""
     ratios = [mine / other for mine, other in zip(times, others, strict=True)]
@@ -248,6 +279,7 @@ def report(args: argparse.Namespace, arguments: list[str]) -> str:
     lines += table(head, [(title(n), *compared_cells(x, NORMED, ROTATED, ROTATED_LIMIT)) for n, x in rotated.items()])
     head = ("training step of a Llama, 4 layers, 2 × 512 tokens", "ms", f"{PLAIN}, ms", "ratio", "limit")
     lines += table(head, [(name, *compared_cells(step, name, PLAIN, STEP_LIMIT)) for name in STEPS if name != PLAIN])
+    lines += beside_table(beside_times(min(args.turns, 9)))
     return "\n".join(lines)
 
 

@@ -102,6 +102,12 @@ def operators() -> Any:
 
 
 @cache
+def overload(name: str) -> Any:
+    """The only overload of a compiled operator: to look it up takes a part of a call's time."""
+    return getattr(operators(), name).default
+
+
+@cache
 def _why_impossible() -> str | None:
     capability = torch.backends.cpu.get_cpu_capability()
     if platform.system() != "Linux":

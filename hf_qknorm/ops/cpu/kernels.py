@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,14 +11,8 @@ from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
 def attend(heads: Heads, visible: Visible, options: Options) -> Tensor:
     """Attention output `[B, H, T, D]` alone, laid out as `[B, T, H, D]`; faster than `forward` for a few queries."""
-    result: Tensor = _attend()(*heads[:3], *visible[:3], *options)
+    result: Tensor = build.overload("attend")(*heads[:3], *visible[:3], *options)
     return result
-
-
-@cache
-def _attend() -> Any:
-    """The operator's only overload: to look it up takes a part of a call's time."""
-    return build.operators().attend.default
 
 
 def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ All arithmetic is in fp32, whatever the dtype of the heads, with one rounding at
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any, Final
 
 import torch
@@ -84,20 +83,14 @@ def append(heads: Heads, into: LayerCache) -> Tensor:
 
     Raises ValueError for tensors that do not fit, by name, before the cache changes.
     """
-    queries: Tensor = _overload("append")(*_append_arguments(heads, into))
+    queries: Tensor = build.overload("append")(*_append_arguments(heads, into))
     return queries
 
 
 def step(heads: Heads, into: LayerCache, visible: Visible, options: Options) -> Tensor:
     """`append`, and attention of the queries to the whole cache without dropout: `[B, H, T, D]` as `[B, T, H, D]`."""
-    result: Tensor = _overload("step")(*_append_arguments(heads, into), *visible[:2], *options[:4])
+    result: Tensor = build.overload("step")(*_append_arguments(heads, into), *visible[:2], *options[:4])
     return result
-
-
-@cache
-def _overload(name: str) -> Any:
-    """An operator's only overload: to look it up takes a part of a call's time."""
-    return getattr(build.operators(), name).default
 
 
 def _append_arguments(heads: Heads, into: LayerCache) -> tuple[Any, ...]:

@@ -67,7 +67,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     variants = forward_variants(heads.q.dtype, options.softcap, bounded, sinks)
     if gluon.serves(heads.q, visible, options, statistics):
         for variant in variants:
-            gluon.attend(prepared, out, normaliser, options.causal, variant)
+            gluon.run(prepared, out, normaliser, options.causal, variant)
     else:
         call = _Call(prepared, visible, options)
         _forward(call, variants, out, normaliser, largest_out=largest, entropy_out=entropy)

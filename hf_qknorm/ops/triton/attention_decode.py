@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_qknorm.ops.triton import schedule
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArguments, Sizes
-from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, attend, from_sink
+from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, add_keys, from_sink
 from hf_qknorm.ops.triton.launch import (
     dense,
     forward_variants,
@@ -147,7 +147,7 @@ def split_kernel(
     sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), zeros, peak, zeros, zeros)
     block = QueryBlock(0, number, batch, head_kv * group, head_kv)
     seen = QueryRows(first, last)
-    sums = attend(sums, values, K, V, block, seen, low, high, score, 0, sizes, MASKED=True, C=C)
+    sums = add_keys(sums, values, K, V, block, seen, low, high, score, 0, sizes, MASKED=True, C=C)
     acc, total, peak, _, _ = sums
     if splits == 1:
         _finish(

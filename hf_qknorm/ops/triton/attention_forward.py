@@ -51,7 +51,7 @@ def from_sink(sinks, head):
 
 
 @triton.jit
-def attend(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: tl.constexpr, C: tl.constexpr):
+def add_keys(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED: tl.constexpr, C: tl.constexpr):
     """Add the keys from `start` to `stop` to the sums of the queries q `[M, P]`, a `QueryBlock` and its `QueryRows`."""
     acc, total, peak, p_logit, largest = sums
     for n in tl.range(start, stop, C.BLOCK_N):
@@ -100,7 +100,7 @@ def attend_segments(sums, q, K, V, block, rows, starts, stops, served, score, se
     """Add the segments of keys of `score_math.key_segments`; none if not `served`."""
     for SEGMENT in tl.static_range(0 if C.WINDOW or C.RANGES else 1, 3):  # without these, no key is hidden at the start
         stop = tl.where(served, stops[SEGMENT], 0)
-        sums = attend(
+        sums = add_keys(
             sums, q, K, V, block, rows, starts[SEGMENT], stop, score, seed, sizes, MASKED=SEGMENT != 1, C=C
         )  # fmt: skip
     return sums

@@ -69,7 +69,7 @@ def _module() -> Any:
     return gluon_forward
 
 
-def attend(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, variant: LoopVariant) -> None:
+def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, variant: LoopVariant) -> None:
     """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]` of the heads that this variant serves."""
     b, h, t, head_dim = prepared.q.shape
     keys, stages = TILES[padded(head_dim)]

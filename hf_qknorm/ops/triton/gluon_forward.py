@@ -62,7 +62,7 @@ def weigh(x, total, peak, last, start, score, MASKED: gl.constexpr, C: gl.conste
 
 
 @gluon.jit
-def attend(
+def add_tiles(
     acc, p, total, peak, begin, end, q, ring, last, tiles, score,
     STAGES: gl.constexpr, MASKED: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -125,10 +125,10 @@ def consume(
         x, total, peak, last, (tiles - 1) * C.BLOCK_N, score, MASKED=True, C=C
     )  # fmt: skip
     p = gl.convert_layout(weights.to(q.dtype), gl.DotOperandLayout(0, SUMS, 2)).to(gl.int16, bitcast=True)
-    acc, p, total, peak = attend(
+    acc, p, total, peak = add_tiles(
         acc, p, total, peak, 1, masked, q, ring, last, tiles, score, STAGES, MASKED=True, C=C
     )  # fmt: skip
-    acc, p, total, peak = attend(
+    acc, p, total, peak = add_tiles(
         acc, p, total, peak, masked, tiles, q, ring, last, tiles, score, STAGES, MASKED=False, C=C
     )  # fmt: skip
     slot, phase = place(tiles - 1, STAGES)
