@@ -21,7 +21,7 @@ from hf_qknorm import doctor
 from hf_qknorm.attend import cpu_kernels, implementations
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.attend.implementations import CPP, TILED, Choice
-from hf_qknorm.ops.cpu import attention, build, kernels, library_file
+from hf_qknorm.ops.cpu import attention, build, library_file
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check
 from hf_qknorm.ops.types import Call
@@ -69,7 +69,7 @@ def forget() -> None:
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     """A machine without a library. Its linker copies that of this machine, and leaves a line in `calls`."""
     real = build._library()
-    kernels._attend()  # the real operator stands for the copy's
+    build.overload("attend")  # the real operator stands for the copy's
     calls, fault, compiler = tmp_path / "calls", tmp_path / "fault", tmp_path / "c++"
     compiler.write_text(
         f'#!/bin/sh\ncase "$*" in --version) echo 1; exit;; *" -c "*) exit;; esac\necho x >> {calls}\nsleep 0.2\n'
