@@ -66,7 +66,10 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     def _step_in_cpp(
         self, backend: str, heads: Heads, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None] | None:
-        """A step of generation over a growing cache, if the C++ kernels can norm, rotate and write to it."""
+        """A step of generation over a growing cache, if the C++ kernels can norm, rotate and write to it.
+
+        They attend in the same call for the package's own backends, where they serve it.
+        """
         q, k, v = heads[:3]
         if q.shape[2] > 1 or torch.compiler.is_compiling() or self.family.style.prescaled:
             return None

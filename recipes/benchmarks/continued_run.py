@@ -223,7 +223,7 @@ def run_one(settings: Row, sources: Sources, end: float = math.inf) -> Row | Non
     run = Run(model, optimizer, arm, rate, size, settings["precision"], settings["fault"], {"way": [], "losses": []})
     name = f"{zlib.crc32(repr(sorted(settings.items())).encode()):08x}.pt"
     judging = [batch.to(sources.device) for batch in text.judging(size)]
-    with rounded_products():
+    with rounded_products(sources.device):
         return run.train(text.training(size, settings["seed"]), judging, sources.folder / name, end)
 
 

@@ -27,6 +27,7 @@ class RoundedProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def rounded_products() -> AbstractContextManager[Any]:
+def rounded_products(device: str) -> AbstractContextManager[Any]:
     """`RoundedProducts` where torch's own products of bf16 matrices are slow."""
-    return RoundedProducts() if torch.backends.cpu.get_cpu_capability() == "AVX2" else nullcontext()
+    slow = device == "cpu" and torch.backends.cpu.get_cpu_capability() == "AVX2"
+    return RoundedProducts() if slow else nullcontext()
