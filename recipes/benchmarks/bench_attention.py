@@ -13,8 +13,7 @@ useful work: half the square for a causal forward pass, 2.5 times that for backw
 Memory is the peak above the inputs; for a backward pass it includes the forward pass. Rows are appended to `--out` as
 they come, and the page grows with each item.
 
-`--gluon` times the Gluon forward kernel in turns with the plain one: `device.py` applies the rule of
-`hf_qknorm/ops/README.md` to it. `--first` makes the five smallest checks, and times nothing.
+`--first` makes the five smallest checks, and times nothing.
 
 `--cpu` runs everything in a minute on tiny inputs in Triton's interpreter. Its numbers mean nothing and go to a
 temporary folder.
@@ -34,7 +33,7 @@ import torch
 from bench_cases import Case, Inputs, draw
 from bench_checks import Checks, print_verdicts
 from bench_implementations import Implementation
-from bench_plan import Item, Part, check_jobs, first_plan, full_plan, gluon_plan, listing, tiny_plan
+from bench_plan import Item, Part, check_jobs, first_plan, full_plan, listing, tiny_plan
 from bench_table import INTERPRETED, Report, Row, environment
 from bench_timing import Clock, Dead, Run, reason
 
@@ -182,7 +181,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=8, help="stop starting items after that (default: 8)")
     chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--gluon", action="store_true", help="the Gluon forward kernel beside the plain one")
     chosen.add_argument("--first", action="store_true", help="the five smallest checks alone")
     chosen.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter: tries the script out")
     parser.add_argument("--list", action="store_true", help="print what would be timed, and end")
@@ -200,7 +198,7 @@ def chosen_plan(args: argparse.Namespace) -> tuple[list[Part], int]:
         return tiny_plan(), 48
     if args.first:
         return [first_plan()], 192
-    return [gluon_plan()] if args.gluon else full_plan(), 512
+    return full_plan(), 512
 
 
 def main(arguments: list[str]) -> int:

@@ -103,23 +103,18 @@ def our_variant(name: str, normed: bool = True, softcap: float | None = SOFTCAP,
     return Implementation(name, partial(ours, normed=normed, softcap=softcap), normed, softcap, gain)
 
 
-def with_gluon(case: Case, x: Inputs, *, softcap: float | None) -> Tensor:
-    """`ours` with the Gluon kernel, which each call looks for anew."""
-    before = os.environ.get(gluon.SWITCH, "0")
-    os.environ[gluon.SWITCH] = "1"
+def plain_kernel(case: Case, x: Inputs, *, softcap: float | None) -> Tensor:
+    """`ours` without the Gluon kernel, which each call looks for anew."""
+    before = os.environ.get(gluon.SWITCH, "1")
+    os.environ[gluon.SWITCH] = "0"
     try:
         return ours(case, x, softcap=softcap)
     finally:
         os.environ[gluon.SWITCH] = before
 
 
-def missing_gluon(case: Case, device: str) -> str | None:
-    return gluon.why_not(torch.device(device)) or on_gpus(case, device)
-
-
-def gluon_variant(name: str, softcap: float | None) -> Implementation:
-    attend = partial(with_gluon, softcap=softcap)
-    return Implementation(name, attend, True, softcap, missing=missing_gluon, one_way="backward is the plain kernels'")
+def plain_variant(name: str, softcap: float | None) -> Implementation:
+    return Implementation(name, partial(plain_kernel, softcap=softcap), True, softcap)
 
 
 def sdpa(case: Case, x: Inputs, *, backend: SDPBackend) -> Tensor:
@@ -159,10 +154,10 @@ CUDNN = Implementation("SDPA cuDNN, plain", partial(sdpa, backend=SDPBackend.CUD
 CUDNN_REPEATED = replace(CUDNN, name="SDPA cuDNN, plain, K and V repeated before", repeat=True)
 OURS = our_variant("ours: norm, RoPE, cap")
 OURS_UNCAPPED = our_variant("ours, no cap (no maximum)", softcap=None)
-GLUON = {  # the plain kernels, and what is timed in turns with them: see ops/README.md for the rule
-    OURS: gluon_variant("ours, Gluon: norm, RoPE, cap", SOFTCAP),
-    OURS_UNCAPPED: gluon_variant("ours, Gluon, no cap (no maximum)", None),
-}
+PLAIN: Final = (
+    plain_variant("ours, plain kernel: norm, RoPE, cap", SOFTCAP),
+    plain_variant("ours, plain kernel, no cap (no maximum)", None),
+)
 ARMS: Final = (  # and the inner loops that they take
     our_variant("ours, gains of 3 (tanh.approx)", gain=LARGE_GAIN),
     OURS_UNCAPPED,

@@ -1,9 +1,10 @@
-"""Benchmark a training step of a 1B Llama, with norms and a cap on its attention, beside the unpatched model.
+"""Benchmark a training step of a Llama, with norms and a cap on its attention, beside the unpatched model.
 
-    python recipes/benchmarks/bench_model.py --output step.md
+    python recipes/benchmarks/bench_model.py --size 135m --losses 100 --output step.md
 
 Logits and gradients are first checked against eager attention in fp64, on a small model. All models then take turns.
-Without a GPU the models are tiny, and their times mean nothing.
+With `--losses`, each one then trains from the same random weights, in bf16 autocast over fp32 weights, on the bytes of
+this repository's own files. Without a GPU the models are tiny, and their times mean nothing.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ import hf_qknorm as qk
 from qknorm_tests.error_budget import Verdict
 
 SCHEME = "qk_norm_cap"
+RATE, WARMUP = 6e-4, 0.1  # of AdamW, and the share of the steps in which it rises
+ROOT = Path(__file__).parents[2]
 BACKEND = "hf_qknorm_triton" if torch.cuda.is_available() else "hf_qknorm"  # without a fallback on a GPU
 
 
 @dataclass(frozen=True)
 class Size:
-    """A Llama's shape and batch; the defaults are Llama 3.2 1B's."""
+    """A Llama's shape and batch; the defaults are Llama 3.2 1B's, those of "135m" SmolLM2's."""
 
     hidden: int = 2048
     inner: int = 8192
@@ -84,10 +87,14 @@ class Step:
     compiled: bool = False
 
 
-TINY = Size(hidden=64, inner=96, layers=2, heads=4, heads_kv=2, vocabulary=97, batch=1, length=24)
+SIZES = {
+    "1b": Size(),
+    "135m": Size(hidden=576, inner=1536, layers=30, heads=9, heads_kv=3, vocabulary=49_152, batch=8, length=2048),
+}
+TINY = Size(hidden=64, inner=96, layers=2, heads=4, heads_kv=2, vocabulary=257, batch=1, length=24)
+PLAIN = (Step("unpatched, sdpa", False), Step(f"ours: {SCHEME}", True))
 STEPS = (
-    Step("unpatched, sdpa", False),
-    Step(f"ours: {SCHEME}", True),
+    *PLAIN,
     Step("unpatched, sdpa, torch.compile", False, True),
     Step(f"ours: {SCHEME}, torch.compile", True, True),
 )
@@ -134,18 +141,53 @@ def check(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Ver
     return judge(got, results(torch.float64, "hf_qknorm_eager"), results(dtype, "hf_qknorm_eager"))
 
 
+def losses(step: Step, size: Size, device: torch.device, steps: int) -> list[float]:
+    """The losses of a training run in nats a byte, on the same batches for each step."""
+    files = sorted([*ROOT.glob("hf_qknorm/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("**/*.md")])
+    text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
+    generator, found = torch.Generator().manual_seed(0), []
+    model = size.build(device, torch.float32, BACKEND, step.patched)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=True)
+    for n in range(steps):
+        optimizer.param_groups[0]["lr"] = RATE * min(1.0, (n + 1) / (WARMUP * steps))
+        start = torch.randint(len(text) - size.length, (size.batch,), generator=generator)
+        ids = text[start[:, None] + torch.arange(size.length)].to(device)
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found).tolist()
+
+
+def loss_table(size: Size, device: torch.device, steps: int) -> list[str]:
+    """The mean loss of each tenth of the steps."""
+    tenth, rows = max(steps // 10, 1), []
+    for step in PLAIN:
+        found = losses(step, size, device, steps)
+        means = (sum(found[n : n + tenth]) / tenth for n in range(0, steps - tenth + 1, tenth))
+        rows.append([step.name, *(f"{mean:.3f}" for mean in means)])
+    head = ["", *(f"{n + 1} to {n + tenth}" for n in range(0, steps - tenth + 1, tenth))]
+    return [f"Mean losses over steps, in nats a byte, AdamW at {RATE:g}:", "", *table(head, rows)]
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="1b", help="default: 1b, with torch.compile beside it")
+    parser.add_argument("--losses", type=int, default=0, metavar="STEPS", help="train so many steps too")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the Markdown there as well")
     args = parser.parse_args(arguments)
     cuda = torch.cuda.is_available()
-    size, device, dtype = (Size(), "cuda", torch.bfloat16) if cuda else (TINY, "cpu", torch.float32)
+    size, device, dtype = (SIZES[args.size], "cuda", torch.bfloat16) if cuda else (TINY, "cpu", torch.float32)
+    steps = STEPS if args.size == "1b" else PLAIN
     verdicts = check(size.at(512), torch.device(device), dtype)
     errors = ", ".join(f"{name} {x.error:.1e} of {x.budget:.1e}" for name, x in verdicts.items())
     if not all(verdict.passed for verdict in verdicts.values()):
         print(f"over the error budget: {errors}", file=sys.stderr)
         return 1
-    runs = {step.name: Run(Training(step, size, torch.device(device), dtype).run) for step in STEPS}
+    runs = {step.name: Run(Training(step, size, torch.device(device), dtype).run) for step in steps}
     Clock(torch.device(device)).race(runs, 1.5)
     rows, base = [], runs[STEPS[0].name]
     for name, run in runs.items():
@@ -153,8 +195,13 @@ def main(arguments: list[str] | None = None) -> int:
         peak = "" if run.peak_mib is None else f"{run.peak_mib:,.0f}"
         rows.append([name, run.failure or f"{run.median:.1f}", peak, ratio])
     page = ["# A training step", "", f"{size}, {dtype}; {provenance([{'made': made()}])} Errors: {errors}.", ""]
-    publish("\n".join(page + table(["", "ms", "MiB", "of the unpatched model's time"], rows)), args.output)
-    return int(any(run.failure for name, run in runs.items() if name.startswith("ours")))
+    page += table(["", "ms", "MiB", "of the unpatched model's time"], rows)
+    runs_failed = any(run.failure for name, run in runs.items() if name.startswith("ours"))
+    runs.clear()  # and the models with them
+    if args.losses:
+        page += loss_table(size, torch.device(device), args.losses)
+    publish("\n".join(page), args.output)
+    return int(runs_failed)
 
 
 if __name__ == "__main__":

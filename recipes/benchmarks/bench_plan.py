@@ -16,9 +16,9 @@ from bench_implementations import (
     CUDNN,
     DECODING,
     FLASH,
-    GLUON,
     OURS,
     OURS_UNCAPPED,
+    PLAIN,
     PROLOGUE,
     VARLEN,
     Implementation,
@@ -80,30 +80,27 @@ def quick_plan() -> Part:
     ]
 
 
-def gluon_plan() -> Part:
-    """The rows that decide on the Gluon kernel: its own and the plain kernel's, in turns."""
-    timed = (FLASH, *(x for pair in GLUON.items() for x in pair))
-    return [Item(causal(shape, 4096), timed, PASSES[:1], seconds=8) for shape in (*SHAPES[:2], SHAPES[3])]
-
-
 def full_plan() -> list[Part]:
-    """All rows: the most important ones, other libraries, other shapes and options, and last what compiles long."""
+    """All rows: the most important ones and other libraries, then lengths, shapes and options."""
     wide, narrow = SHAPES[:2]
     apart = [causal(shape, TOKENS, window=w) for shape in (wide, narrow) for w in (1024, 4096)]
-    rivals = [
+    first = quick_plan()
+    first += [Item(causal(wide, 4096), (FLASH, *PLAIN, OURS_UNCAPPED), PASSES[:1], shown=False)]
+    first += [
         Item(causal(shape, 4096), (FLASH, *FUSED_RIVALS, SEPARATE), shown=False, seconds=30) for shape in (wide, narrow)
     ]
-    shapes = [Item(causal(shape, 4096), MAIN) for shape in SHAPES[2:]]
-    shapes += [Item(case, MAIN) for case in UNEVEN]
-    shapes += [Item(causal(shape, 4096), (FLASH, *ARMS), shown=False) for shape in (wide, narrow)]
+    first += [Item(causal(shape, 4096), (*MAIN, PLAIN[0])) for shape in (SHAPES[4], SHAPES[3])]
+    longer = [Item(causal(shape, length), MAIN) for length in LENGTHS[1:] for shape in SHAPES[:2]]
+    longer += [Item(case, MAIN) for case in UNEVEN]
+    shapes = [Item(causal(shape, 4096), (FLASH, *ARMS), shown=False) for shape in (wide, narrow)]
+    shapes += [Item(causal(shape, length), MAIN) for length in LENGTHS for shape in SHAPES[2:]]
     shapes += [decoding(batch, keys) for keys in (4096, 32_768) for batch in (1, 16, 64) if (batch, keys) != STEP]
-    longer = [Item(causal(shape, length), MAIN) for length in LENGTHS[1:] for shape in SHAPES]
-    longer += [Item(case, (VARLEN, OURS)) for case in apart]
+    shapes += [Item(case, (VARLEN, OURS)) for case in apart]
     prologues = [Item(causal(narrow, 4096, prologue=True), (COPY, PROLOGUE), PASSES[:2])]
     prologues += [Item(causal(wide, 4096, prologue=True), (COPY, *PROLOGUE_RIVALS), PASSES[:2], shown=False)]
     flexible = [Item(case, (VARLEN, FLEX), shown=False, seconds=30) for case in apart[:1]]
     flexible += [Item(causal(wide, n), (FLASH, SEPARATE, FLEX), shown=False, seconds=30) for n in LENGTHS[1:]]
-    return [quick_plan(), rivals, shapes, longer, prologues, flexible]
+    return [first, longer, shapes, prologues, flexible]
 
 
 def tiny_plan() -> list[Part]:
@@ -113,7 +110,7 @@ def tiny_plan() -> list[Part]:
         [Item(case, MAIN), Item(Case(4, 2, 64, 24), MAIN[:2], ("both",))],
         [
             Item(replace(case, window=24), (VARLEN, OURS, FLEX), PASSES[:2]),
-            Item(case, (FLASH, *ARMS, *GLUON.values()), ("forward",), shown=False),
+            Item(case, (FLASH, *ARMS, *PLAIN), ("forward",), shown=False),
             Item(case, (FLASH, *FUSED_RIVALS, SEPARATE), shown=False),
             Item(replace(case, prologue=True), (COPY, PROLOGUE, *PROLOGUE_RIVALS), PASSES[:2]),
             Item(Case(2, 1, 16, 1, 2, keys=300), (FLASH, DECODING), ("forward",)),
@@ -130,8 +127,9 @@ def check_jobs(items: Part, length: int) -> list[Job]:
     jobs = []
     for case, found in cases.items():
         implementations = sorted(found, key=lambda x: not x.ours)  # ours first: others may crash
-        for n in range(0, len(implementations), TOGETHER):
-            together = implementations[n : n + TOGETHER]
+        quick = [x for x in implementations if not x.compiled]
+        groups = [quick[n : n + TOGETHER] for n in range(0, len(quick), TOGETHER)]
+        for together in (*groups, *([x] for x in implementations if x.compiled)):
             jobs.append(Job(case, tuple(together), timed=tuple(tuple(found[x]) for x in together)))
     return jobs
 

@@ -1,16 +1,15 @@
-"""Run everything that needs a Hopper GPU in one command and nine minutes: checks, benchmarks, tests, the Gluon kernel.
+"""Run everything that needs a Hopper GPU in one command and nine minutes: checks, benchmarks, tests.
 
     python recipes/benchmarks/device.py --out results
     python recipes/benchmarks/device.py --out results --only benchmark
 
 The stages, in order: the five smallest checks; the attention benchmark, part by part; the tests (the oracle's budget,
-the same bits on each run), a model's training step, tests of graphs, streams, inductor and training, those of the Gluon
-kernel, which is then timed in turns with the plain one; tests of 128k keys and more than 2³¹ numbers, the Gluon kernel
-under compute-sanitizer, `hf-qknorm doctor`.
+the same bits on each run), a model's training step, tests of graphs, streams, inductor and training; tests of 128k keys
+and more than 2³¹ numbers, the Gluon kernel under compute-sanitizer, `hf-qknorm doctor`.
 
 Each stage is a process with a share of the time. What a stage leaves of it goes to the next one; a stage that is late
-is stopped, keeps the rows that it wrote, and the next one runs. A stage that fails is reported and the next ones run,
-except those that would measure a faulty kernel. Writes `device.log`, `device.csv`, `device.md` and the benchmark's
+is stopped, keeps the rows that it wrote, and the next one runs. A stage that fails is reported and the next ones run.
+Writes `device.log`, `device.csv`, `device.md` and the benchmark's
 files; the exit code is 0 if nothing failed.
 
 `--dry-run` tries all command lines out without a GPU, and runs as little as possible. Its results mean nothing.
@@ -24,47 +23,12 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from statistics import geometric_mean
 
 import torch
 from bench_table import environment
-from device_stages import CHECKED, Outcome, cells, full_plan, run_stages
+from device_stages import Outcome, cells, full_plan, run_stages
 
 from hf_qknorm.files.atomic_io import replace_text
-
-KEPT = 0.90  # of the plain kernel's time, at most, for the Gluon kernel to be kept
-
-
-def rows_of(folder: Path) -> list[dict[str, str]]:
-    """The rows of a benchmark, those of a stopped one too."""
-    return [row for path in folder.glob("attention_*.csv") for row in csv.DictReader(path.open(encoding="utf-8"))]
-
-
-def gluon_lines(rows: list[dict[str, str]]) -> list[list[str]]:
-    """Times of the plain and the Gluon kernel, and their ratio, of the rows that have both."""
-    times = {(row["case"], row["kind"], row["what"]): float(row["ms_median"]) for row in rows if row["ms_median"]}
-    found = []
-    for (case, kind, what), gluon in times.items():
-        plain = times.get((case, kind, what.replace("ours, Gluon", "ours", 1)))
-        if what.startswith("ours, Gluon") and plain is not None:
-            found.append([case, what, f"{plain:.4f}", f"{gluon:.4f}", f"{gluon / plain:.2f}"])
-    return found
-
-
-def gluon_verdict(lines: list[list[str]], found: list[Outcome]) -> str:
-    """The verdict on the Gluon forward kernel by the rule of ops/README.md."""
-    outcomes = {x.stage: x.outcome for x in found}
-    checked = outcomes.get(CHECKED, "skipped")
-    if checked != "passed":
-        return f"Gluon forward kernel: {'removed' if checked == 'failed' else 'undecided'} (its tests: {checked})."
-    if not lines:
-        return "Gluon forward kernel: undecided (no row has both kernels' times)."
-    mean = geometric_mean(float(gluon) / float(plain) for *_, plain, gluon, _ in lines)
-    decision = "kept" if mean <= KEPT else "removed"
-    return (
-        f"Gluon forward kernel: {decision}. It takes {mean:.2f} of the plain kernel's time (geometric mean of "
-        f"{len(lines)} rows); it is kept at {KEPT:.2f} or less."
-    )
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
@@ -82,10 +46,6 @@ def write(out: Path, found: list[Outcome], machine: dict[str, str], command: str
     where = f"{machine['card']}: " + ", ".join(f"{x} {y}" for x, y in machine.items() if x != "card")
     parts = ["# On a GPU", f"`{command}`", where + "."]
     parts.append(table(["stage", "outcome", "s", "limit", "it said last"], [cells(x) for x in found]))
-    lines = gluon_lines(rows_of(out / "gluon"))
-    if lines:
-        parts.append(table(["case", "what", "plain ms", "Gluon ms", "Gluon / plain"], lines))
-    parts.append(gluon_verdict(lines, found))
     page = "\n\n".join(parts) + "\n"
     replace_text(out / "device.md", page)
     return page

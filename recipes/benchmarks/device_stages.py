@@ -25,9 +25,7 @@ TESTS = (
 )
 ON_CARD, LARGE = "tests/test_on_card.py", "tests/ops/test_large.py"
 LARGE_BYTES = 60e9  # of the device's memory, for a process of LARGE
-GLUON = {"HF_QKNORM_GLUON": "1"}
-GLUON_TESTS, SANITIZED = f"{TESTS[0]}/test_gluon.py", "test_normed_heads_of_any_size[64-50.0-usual]"
-CHECKED = "Gluon, checked"
+SANITIZED = f"{TESTS[0]}/test_gluon.py::test_normed_heads_of_any_size[50.0-usual]"
 CORES = os.cpu_count() or 1
 LEAST = 10.0  # seconds in which no stage is worth starting
 GRACE = 5.0  # seconds for a stage that is stopped to print what it has
@@ -37,8 +35,7 @@ GRACE = 5.0  # seconds for a stage that is stopped to print what it has
 class Stage:
     """A process in the repository's root, and its share of the time in seconds.
 
-    `wrapper` is a program that runs the command, `after` a stage that must pass first. `dry` are the arguments that
-    make the command end soon, without a GPU.
+    `wrapper` is a program that runs the command. `dry` are the arguments that make the command end soon, without a GPU.
     """
 
     name: str
@@ -47,7 +44,6 @@ class Stage:
     dry: tuple[str, ...] = ()
     settings: dict[str, str] = field(default_factory=dict)
     wrapper: tuple[str, ...] = ()
-    after: str = ""
 
     @property
     def reason(self) -> str:
@@ -58,15 +54,15 @@ class Stage:
     @property
     def environment(self) -> dict[str, str]:
         """Kernels run natively, unless the stage says otherwise, and without the check of their first use: each stage
-        makes its own. The Gluon kernel is off unless the stage asks for it. Inductor has few threads, since a stage has
-        many processes.
+        makes its own. No C++ kernels are compiled. Inductor has few threads, since a stage has many processes.
         """
-        inherited = {x: value for x, value in os.environ.items() if x not in ("TRITON_INTERPRET", *GLUON)}
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        inherited = {x: value for x, value in os.environ.items() if x != "TRITON_INTERPRET"}
+        path = os.pathsep.join(filter(None, (str(ROOT), str(HERE), os.environ.get("PYTHONPATH"))))
         own = {
             "PYTHONUNBUFFERED": "1",
             "PYTHONPATH": path,
             "HF_QKNORM_CHECK": "0",
+            "HF_QKNORM_CPU": "0",
             "TORCHINDUCTOR_COMPILE_THREADS": "2",
         }
         return inherited | own | self.settings
@@ -74,7 +70,7 @@ class Stage:
     def dried(self) -> Stage:
         """The stage without a GPU: its command line is read, and as little as possible is done."""
         settings = self.settings | {"TRITON_INTERPRET": "1"}
-        return Stage(self.name, self.command + self.dry, 240, settings=settings, after=self.after)
+        return Stage(self.name, self.command + self.dry, 240, settings=settings)
 
 
 def python(*arguments: object) -> tuple[str, ...]:
@@ -83,7 +79,7 @@ def python(*arguments: object) -> tuple[str, ...]:
 
 def tests(name: str, processes: int, seconds: float, *arguments: str, **options: object) -> Stage:
     """A stage of pytest on so many processes; it prints each test, in case it is stopped."""
-    spread = ("--numprocesses", str(processes), "--dist", "worksteal")
+    spread = ("--numprocesses", str(processes), "--dist", "worksteal", "-p", "print_failures")
     command = python("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "--verbose", *spread, *arguments)
     return Stage(name, command, seconds, ("--collect-only", "--quiet"), **options)
 
@@ -95,15 +91,14 @@ def large_processes() -> int:
 
 
 def sanitized(tool: str) -> Stage:
-    """A Gluon test under compute-sanitizer, without PyTorch's allocator, which hides accesses out of bounds."""
+    """The Gluon kernel under compute-sanitizer, without PyTorch's allocator, which hides accesses out of bounds."""
     return Stage(
         f"Gluon, {tool}",
-        python("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", f"{GLUON_TESTS}::{SANITIZED}"),
+        python("-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", SANITIZED),
         20,
         dry=("--collect-only", "--quiet"),
-        settings=GLUON | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        settings={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         wrapper=("compute-sanitizer", "--tool", tool, "--error-exitcode", "1"),
-        after=CHECKED,
     )
 
 
@@ -111,16 +106,14 @@ def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
     """All stages, the most important first. Their shares fit into nine minutes."""
     bench = HERE / "bench_attention.py"
     rows = ("--minutes", "2.1", "--keep-going", "--out", out, *commit)
-    gluon_rows = ("--gluon", "--minutes", "0.75", "--keep-going", "--out", out / "gluon", *commit)
+    bench_model, steps = HERE / "bench_model.py", ("--size", "135m", "--losses", 100, "--output", out / "step.md")
     doctor = python("-c", "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())", "doctor")
     return [
         Stage("first checks", python(bench, "--first", "--processes", 5), 70, ("--list",)),
         Stage("benchmark", python(bench, *rows), 140, ("--list",)),
         tests("tests", CORES, 100, *TESTS),
-        Stage("training step", python(HERE / "bench_model.py", "--output", out / "step.md"), 25, ("--help",)),
+        Stage("training step", python(bench_model, *steps), 60, ("--help",)),
         tests("tests, on the card", min(CORES, 8), 30, ON_CARD),
-        tests(CHECKED, CORES, 40, GLUON_TESTS, settings=GLUON),
-        Stage("benchmark, Gluon", python(bench, *gluon_rows), 48, ("--list",), after=CHECKED),
         tests("tests, large", large_processes(), 25, LARGE),
         sanitized("memcheck"),
         sanitized("racecheck"),
@@ -149,10 +142,8 @@ def run_stages(stages: list[Stage], log: Path, deadline: float) -> list[Outcome]
         left = deadline - time.monotonic()
         spare = left - sum(x.seconds for x in stages[number:] if not x.reason)
         limit = min(stage.seconds + max(spare, 0.0), left)
-        failed = [x.stage for x in found if x.stage == stage.after and x.outcome != "passed"]
-        reason = stage.reason or (f"{stage.after!r} did not pass" if failed else "")
-        if reason or left < LEAST:
-            found.append(Outcome(stage.name, "skipped", 0.0, stage.seconds, reason or "no time left"))
+        if stage.reason or left < LEAST:
+            found.append(Outcome(stage.name, "skipped", 0.0, stage.seconds, stage.reason or "no time left"))
         else:
             found.append(run_stage(stage, log, limit))
         print(" | ".join(cells(found[-1])), flush=True)

@@ -59,24 +59,17 @@ FP32: dict[tuple[int, int], Tiles] = {
     (4, 128): Tiles(Tile(32, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1), Tile(16, 16, 8, 3)),
     (4, 256): Tiles(Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 2)),
 }
-# Chosen so that in half precision no registers spill for sm_90, and the shared memory holds at least one program; of
-# `decode` two, with 64 KiB on their way: more than memory's latency needs.
-HOPPER = Architecture(
+# B200 and B300, which no measurement chose: in half precision no registers spill, and the shared memory holds at least
+# one program; of `decode` two, with 64 KiB on their way: more than memory's latency needs.
+BLACKWELL = Architecture(
     232_448,
     True,
     {
         (2, 16): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
         (2, 32): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
         (2, 64): Tiles(Tile(128, 128, 8, 3), Tile(128, 128, 8, 2), Tile(64, 128, 8, 2), Tile(16, 128, 4, 3)),
-        (2, 128): Tiles(
-            Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2, unhoisted=True), Tile(16, 64, 4, 3)
-        ),
-        (2, 256): Tiles(
-            Tile(128, 64, 8, 2),
-            Tile(128, 32, 8, 2, unhoisted=True),
-            Tile(64, 64, 4, 2, apart=True, unhoisted=True),
-            Tile(16, 32, 4, 3),
-        ),
+        (2, 128): Tiles(Tile(128, 128, 8, 2), Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(16, 64, 4, 3)),
+        (2, 256): Tiles(Tile(128, 64, 8, 2), Tile(128, 32, 8, 2), Tile(64, 64, 4, 2, apart=True), Tile(16, 32, 4, 3)),
     }
     | FP32
     | {(4, 256): FP32[4, 256]._replace(forward=Tile(32, 32, 8, 1))},
@@ -86,10 +79,10 @@ HOPPER = Architecture(
             "query_gradient": Tile(128, 64, 8, 2, split=True),
             "key_gradient": Tile(64, 128, 8, 2, split=True),
         },
-        (2, 256): {
+        (2, 256): {  # of dq in two parts, 64 keys would not fit the shared memory with Triton 3.6
             "forward": Tile(128, 64, 8, 2, split=True),
-            "query_gradient": Tile(128, 64, 8, 2, split=True, unhoisted=True),
-            "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True, unhoisted=True),
+            "query_gradient": Tile(128, 32, 4, 2, split=True),
+            "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True),
         },
     },
     {
@@ -98,24 +91,37 @@ HOPPER = Architecture(
         (2, 256): {"key_gradient": Tile(32, 64, 4, 2, apart=True)},
     },
 )
-# B200 and B300: Hopper's tiles. Registers suffice; of dq in two parts, 64 keys would not fit the shared memory with
-# Triton 3.6.
-BLACKWELL = HOPPER._replace(
-    tiles=HOPPER.tiles
+# H100 and H200: the fastest tiles of those that were measured, see the page on tiles. Two or more programs of 4 warps
+# share a processor: one computes weights while another's products run.
+HOPPER = BLACKWELL._replace(
+    tiles=BLACKWELL.tiles
     | {
-        (2, 128): HOPPER.tiles[2, 128]._replace(key_gradient=Tile(64, 128, 8, 2)),
-        (2, 256): HOPPER.tiles[2, 256]._replace(
-            query_gradient=Tile(128, 32, 8, 2), key_gradient=Tile(64, 64, 4, 2, apart=True)
+        (2, 64): Tiles(
+            Tile(64, 64, 4, 2), Tile(64, 32, 4, 3), Tile(128, 64, 4, 2, unhoisted=True), Tile(16, 128, 4, 3)
+        ),
+        (2, 128): Tiles(
+            Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2, unhoisted=True), Tile(16, 64, 4, 3)
+        ),
+        (2, 256): Tiles(
+            Tile(128, 64, 8, 2),
+            Tile(64, 32, 4, 3, unhoisted=True),
+            Tile(32, 64, 4, 3, apart=True, unhoisted=True),
+            Tile(16, 32, 4, 3),
         ),
     },
-    split=HOPPER.split
-    | {
-        (2, 256): HOPPER.split[2, 256]
-        | {
-            "query_gradient": Tile(128, 32, 4, 2, split=True),
-            "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True),
+    split={
+        (2, 128): {
+            "forward": Tile(128, 64, 4, 2, split=True),
+            "query_gradient": Tile(64, 32, 4, 3, split=True),
+            "key_gradient": Tile(64, 64, 4, 3, split=True),
+        },
+        (2, 256): {
+            "forward": Tile(128, 64, 8, 2, split=True),
+            "query_gradient": Tile(128, 64, 8, 2, split=True, unhoisted=True),
+            "key_gradient": Tile(64, 64, 4, 2, apart=True, split=True, unhoisted=True),
         },
     },
+    dropout=BLACKWELL.dropout | {(2, 64): {"query_gradient": Tile(128, 64, 8, 2), "key_gradient": Tile(64, 128, 8, 2)}},
 )
 AMPERE = Architecture(
     166_912,

@@ -66,8 +66,7 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     sinks, bounded = visible.sinks is not None, prepared.bound is not None
     variants = forward_variants(heads.q.dtype, options.softcap, bounded, sinks)
     if gluon.serves(heads.q, visible, options, statistics):
-        for variant in variants:
-            gluon.run(prepared, out, normaliser, options.causal, variant)
+        gluon.run(prepared, out, normaliser, options.causal, variants)
     else:
         call = _Call(prepared, visible, options)
         _forward(call, variants, out, normaliser, largest_out=largest, entropy_out=entropy)

@@ -15,6 +15,7 @@ from hf_qknorm.ops.triton.head_tiles import add_weighted, both_parts, load_tile,
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
     QueryRows,
+    capped,
     drop,
     kept,
     key_segments,
@@ -22,7 +23,6 @@ from hf_qknorm.ops.triton.score_math import (
     keys_within,
     query_block,
     serves,
-    tanh,
 )
 
 LOWEST = tl.constexpr(-1.0e30)  # the maximum over no keys: finite, so that differences are never NaN
@@ -64,21 +64,21 @@ def add_keys(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED
             seen = keys_within(n, rows, C)
             largest = tl.maximum(largest, tl.max(tl.where(seen, tl.abs(x), 0.0), 1))
         if C.TANH != "none":
-            x = tanh(x, C.TANH)
+            x = capped(x, score.cap, C.TANH)
+        elif C.ONLINE:
+            x = x * score.cap
         if MASKED:
             seen = keys_within(n, rows, C)
             x = tl.where(seen, x, float("-inf"))
         if C.ONLINE:
-            higher = tl.maximum(peak, tl.max(x, 1) * score.cap)
-            x = x * score.cap - higher[:, None]
+            higher = tl.maximum(peak, tl.max(x, 1))
+            x = x - higher[:, None]
             shrink = tl.exp2(peak - higher)
             acc = scaled(acc, shrink[:, None], C)
             if C.STATISTICS:
                 p_logit = (p_logit + total * (peak - higher)) * shrink
             total = total * shrink
             peak = higher
-        elif C.TANH != "none":
-            x = x * score.cap
         p = tl.exp2(x)
         if C.STATISTICS:
             if not C.ONLINE:

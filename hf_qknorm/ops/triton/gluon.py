@@ -1,7 +1,7 @@
-"""Choosing and launching the warp-specialised forward pass of `gluon_forward`.
+"""Choosing and launching the warp-specialised forward pass of `gluon_forward`, for Hopper.
 
-No GPU has run it yet, so it is off by default: with HF_QKNORM_GLUON=1 in the environment it serves the calls that it
-supports, causal or not, with or without a cap, and the plain kernel all others. `serves` decides.
+It serves what it is faster for: heads of 65 to 128 columns, causal or not, with or without a cap. The plain kernel
+serves all others, and with HF_QKNORM_GLUON=0 in the environment these too.
 """
 
 from __future__ import annotations
@@ -14,47 +14,54 @@ import torch
 import triton
 from torch import Tensor
 
+from hf_qknorm.ops.triton.architectures import HOPPER
 from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, Sizes
-from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, descriptor, launch, padded
+from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, architecture, descriptor, launch, padded
 from hf_qknorm.ops.triton.norm_rope import PreparedHeads
-from hf_qknorm.ops.triton.schedule import query_section
+from hf_qknorm.ops.triton.schedule import gpu, query_section
 from hf_qknorm.ops.types import Options, Visible
 
 SWITCH = "HF_QKNORM_GLUON"
 QUERIES = 128  # of a program: 64 for each warpgroup
 # Keys of a tile and tiles of a ring, by head_dim rounded up to a power of two.
-TILES: dict[int, tuple[int, int]] = {64: (128, 3), 128: (128, 2), 256: (64, 2)}
+TILES: dict[int, tuple[int, int]] = {128: (128, 2)}
+FEWEST = 2  # programs for each processor: with fewer, the plain kernel has more of them
 
 
 def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> bool:
     """Whether the Gluon kernel serves a call with queries q `[B, H, T, D]`; never where the switch is off.
 
-    Raises RuntimeError where it is switched on and can't run, and ValueError for a switch that is neither 1 nor 0.
+    Raises ValueError for a switch that is neither 1 nor 0.
     """
-    if not switched_on():
+    if not switched_on() or why_not(q.device) is not None:
         return False
-    reason = why_not(q.device)
-    if reason is not None:
-        raise RuntimeError(f"{SWITCH}=1 asks for the Gluon kernel, but {reason}: unset it to get the plain kernel")
     supported = visible.ranges is None and visible.sinks is None and options.window is None and not options.dropout
     halves = q.dtype in (torch.bfloat16, torch.float16)
-    return supported and halves and not statistics and padded(q.shape[-1]) in TILES
+    b, h, t, head_dim = q.shape
+    enough = -(-t // QUERIES) * b * h >= FEWEST * gpu(q.device).processors
+    return supported and halves and enough and not statistics and padded(head_dim) in TILES
 
 
 def switched_on() -> bool:
-    """Whether the environment asks for the Gluon kernel."""
-    value = os.environ.get(SWITCH, "0")
+    """Whether the environment allows the Gluon kernel, as it does by default."""
+    value = os.environ.get(SWITCH, "1")
     if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it can serve) or 0 (never), got {value!r}")
+        raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it is faster) or 0 (never), got {value!r}")
     return value == "1"
 
 
 def why_not(device: torch.device) -> str | None:
-    """The reason why the Gluon kernel can't run on a device, or None; for the CPU, without interpreter, it compiles."""
+    """The reason why the Gluon kernel can't run on a device, or None; for the CPU, where kernels are compiled alone."""
     if INTERPRETED:
         return "Triton's interpreter knows no Gluon"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
-        return f"it is for Hopper, compute capability 9, and {device} has {torch.cuda.get_device_capability(device)}"
+    if architecture(device) is not HOPPER:
+        return "it is for Hopper, compute capability 9.0"
+    return _missing()
+
+
+@cache
+def _missing() -> str | None:
+    """What Triton lacks for the kernel, or None."""
     try:
         _module()
     except (ImportError, AttributeError) as error:
@@ -69,10 +76,12 @@ def _module() -> Any:
     return gluon_forward
 
 
-def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, variant: LoopVariant) -> None:
-    """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]` of the heads that this variant serves."""
+def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, variants: list[LoopVariant]) -> None:
+    """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]`, with one loop or, by the heads' bounds, one of two."""
     b, h, t, head_dim = prepared.q.shape
     keys, stages = TILES[padded(head_dim)]
+    shared = Constants(QUERIES, keys, padded(head_dim), head_dim, CAUSAL=causal, SCALED=prepared.scaled)
+    loops = [shared._replace(TANH=tanh, ONLINE=online, WHEN=when) for tanh, online, when, _ in variants]
     launch(
         _module().gluon_forward_kernel,
         (-(-t // QUERIES) * b * h,),
@@ -83,20 +92,10 @@ def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, 
         OUT=_tiles(out, QUERIES // 2),
         normaliser=normaliser,
         bound=prepared.bound,
-        score=ScoreArguments(prepared.unit, prepared.cap, limit=variant.limit),
+        score=ScoreArguments(prepared.unit, prepared.cap, limit=variants[0].limit),
         **Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0, query_section(prepared.k, h, t, QUERIES))._asdict(),
         STAGES=stages,
-        C=Constants(
-            QUERIES,
-            keys,
-            padded(head_dim),
-            head_dim,
-            CAUSAL=causal,
-            TANH=variant.tanh,
-            ONLINE=variant.online,
-            WHEN=variant.when,
-            SCALED=prepared.scaled,
-        ),
+        **dict(zip(("C", "BEYOND"), loops, strict=False)),
         num_warps=4,
     )
 

@@ -25,7 +25,7 @@ INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
 # Logits in nats, and a cap, up to which the softmax needs no maximum: see ops/README.md.
 BOUND_WITHOUT_MAXIMUM = 60.0
 CAP_WITHOUT_MAXIMUM = 64.0
-POLYNOMIAL_LIMIT = 0.75  # |score| up to which the polynomial replaces tanh
+POLYNOMIAL_LIMIT = 0.6  # |score| up to which the polynomial replaces tanh
 
 
 def architecture(device: torch.device) -> Architecture:

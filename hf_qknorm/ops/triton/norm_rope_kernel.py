@@ -1,8 +1,9 @@
 """Norm and RoPE of queries and keys on the device, and their gradients.
 
 Each program has a block of rows of one head. Heads come first in the grid, so that cos and sin are read once from
-memory. The other column of a rotated pair is loaded again (it is in L1 by then) and normed anew, without an exchange
-between threads. Tensors are `arguments.HeadArguments`, norms `NormArguments`, the rotation `RotaryArguments`.
+memory. Unless heads are rotated whole, the other column of a rotated pair is loaded again (it is in L1 by then) and
+normed anew, without an exchange between threads. Tensors are `arguments.HeadArguments`, norms `NormArguments`, the
+rotation `RotaryArguments`.
 """
 
 from __future__ import annotations
@@ -67,27 +68,61 @@ def _prepare(
 ):  # fmt: skip
     """Norm, rotate and multiply one tile; store it at its `positions`, or from row `start` on; raise the group's bound.
 
+    Heads that are rotated whole, in halves, are two tiles side by side: each thread has both columns of its pairs.
+    """
+    rows = block * BLOCK + tl.arange(0, BLOCK)
+    live = (rows < length)[:, None]
+    if ROTARY == PADDED and not INTERLEAVED:
+        columns = tl.arange(0, PADDED // 2)
+        x = _load_tile(source, batch, head, rows, columns, live)
+        z = _load_tile(source, batch, head, rows, columns + PADDED // 2, live)
+        whole = tl.join(x, z).reshape(BLOCK, PADDED)  # in another order, which the norm's statistics do not see
+        shift, factor, _ = norm_math.statistics(whole, tl.arange(0, PADDED) >= 0, norm, HEAD_DIM, NORM)
+        x = _normed(x, shift, factor, norm, head, columns, HEAD_DIM)
+        z = _normed(z, shift, factor, norm, head, columns + PADDED // 2, HEAD_DIM)
+        c, s = _rotation(rotary, batch, rows, columns, live)
+        y = ((x * c - z * s) * multiplier).to(result.data.dtype.element_ty)
+        z = ((z * c + x * s) * multiplier).to(result.data.dtype.element_ty)
+        squares = tl.sum(_squares(y, live), 1) + tl.sum(_squares(z, live), 1)
+        rows, live = _stored_rows(rows, live, positions, start, room, length)
+        tl.store(result.data + _entries(result, batch, head, rows, columns), y, mask=live)
+        tl.store(result.data + _entries(result, batch, head, rows, columns + PADDED // 2), z, mask=live)
+    else:
+        columns = tl.arange(0, PADDED)
+        real = columns < HEAD_DIM
+        live = live & real[None, :]
+        x = _load_tile(source, batch, head, rows, columns, live)
+        shift, factor, _ = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
+        y = _normed(x, shift, factor, norm, head, columns, HEAD_DIM)
+        if ROTARY > 0:
+            other, angle, sign = norm_math.partners(columns, ROTARY, INTERLEAVED)
+            rotated = live & (columns < ROTARY)[None, :]
+            z = _load_tile(source, batch, head, rows, other, rotated)
+            z = _normed(z, shift, factor, norm, head, other, HEAD_DIM)
+            c, s = _rotation(rotary, batch, rows, angle, rotated)
+            y = tl.where(rotated, y * c + z * (s * sign[None, :]), y)
+        y = (y * multiplier).to(result.data.dtype.element_ty)
+        squares = tl.sum(_squares(y, live), 1)
+        rows, live = _stored_rows(rows, live, positions, start, room, length)
+        tl.store(result.data + _entries(result, batch, head, rows, columns), y, mask=live)
+    if bound is not None:
+        longest = tl.sqrt_rn(tl.max(squares, 0))
+        tl.atomic_max(bound + group, longest.to(tl.int32, bitcast=True), sem="relaxed")  # ≥ 0: ordered as integers are
+
+
+@triton.jit
+def _squares(y, live):
+    """The squares of rounded entries, 0 where masked."""
+    rounded = tl.where(live, y.to(tl.float32), 0.0)
+    return rounded * rounded
+
+
+@triton.jit
+def _stored_rows(rows, live, positions, start, room, length):
+    """Where rows go, at their `positions` or from row `start` on, and which entries are written.
+
     Rows with positions outside of `room` are not written; on a GPU they fail an assertion.
     """
-    columns = tl.arange(0, PADDED)
-    rows = block * BLOCK + tl.arange(0, BLOCK)
-    real = columns < HEAD_DIM
-    live = (rows < length)[:, None] & real[None, :]
-    x = _load_tile(source, batch, head, rows, columns, live)
-    shift, factor, _ = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
-    y = _normed(x, shift, factor, norm, head, columns, HEAD_DIM)
-    if ROTARY > 0:
-        other, angle, sign = norm_math.partners(columns, ROTARY, INTERLEAVED)
-        rotated = live & (columns < ROTARY)[None, :]
-        z = _load_tile(source, batch, head, rows, other, rotated)
-        z = _normed(z, shift, factor, norm, head, other, HEAD_DIM)
-        c, s = _rotation(rotary, batch, rows, angle, rotated)
-        y = tl.where(rotated, y * c + z * (s * sign[None, :]), y)
-    y = (y * multiplier).to(result.data.dtype.element_ty)
-    if bound is not None:
-        rounded = tl.where(live, y.to(tl.float32), 0.0)
-        longest = tl.sqrt_rn(tl.max(tl.sum(rounded * rounded, 1), 0))
-        tl.atomic_max(bound + group, longest.to(tl.int32, bitcast=True), sem="relaxed")  # ≥ 0: ordered as integers are
     if positions is not None:
         rows = tl.load(positions + rows, mask=rows < length, other=0)
         inside = (rows >= 0) & (rows < room)
@@ -95,7 +130,7 @@ def _prepare(
         live = live & inside[:, None]
     else:
         rows = rows + start
-    tl.store(result.data + _entries(result, batch, head, rows, columns), y, mask=live)
+    return rows, live
 
 
 @triton.jit

@@ -7,6 +7,7 @@ gradient mode, autocast, dispatch mode, saved-tensor hooks or stream of the call
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import Thread
 from typing import Any, Final, NamedTuple
 
@@ -50,10 +51,9 @@ def check(path: CodePath, device: torch.device) -> Finding:
 
     def run() -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # of this thread
-            for problem in problems(path, device):
-                findings.extend(compare(problem))
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # of this thread
+                for problem in problems(path, device):
+                    findings.extend(compare(problem))
         except BaseException as failure:
             failures.append(failure)
 

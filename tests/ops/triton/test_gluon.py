@@ -1,7 +1,6 @@
-"""The Gluon kernel: the calls that it serves, its machine code, and, where it is switched on, its results on Hopper.
+"""The Gluon kernel: the calls that it serves, its machine code, and its results on Hopper.
 
-It is switched on by HF_QKNORM_GLUON=1, also for these tests: a kernel that no GPU has run yet could hang. Triton's
-interpreter has no Gluon.
+Triton's interpreter has no Gluon.
 """
 
 from __future__ import annotations
@@ -17,42 +16,29 @@ import pytest
 import torch
 
 from hf_qknorm.ops.triton import attention, gluon
+from hf_qknorm.ops.triton.architectures import BLACKWELL, HOPPER
 from hf_qknorm.ops.triton.launch import launch
 from qknorm_tests.kernel_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
 from qknorm_tests.tiled_cases import Case
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-ELSEWHERE = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9
-ON_HOPPER = torch.cuda.is_available() and not ELSEWHERE
-TAKEN = Case(batch=1, heads=4, queries=40, head_dim=64, causal=True, softcap=50.0)
-
-here = pytest.mark.skipif(ELSEWHERE, reason="this GPU is not a Hopper: the kernel is refused")
-asked = pytest.mark.skipif(
-    not ON_HOPPER or os.environ.get(gluon.SWITCH) != "1", reason="needs a Hopper GPU, and HF_QKNORM_GLUON=1"
-)
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+TAKEN = Case(batch=3, heads=32, queries=400, head_dim=128, causal=True, softcap=50.0)
+hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
 
 
 @pytest.fixture
-def switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Switch the kernel on, as where kernels are compiled."""
-    monkeypatch.setenv(gluon.SWITCH, "1")
+def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where kernels are compiled for Hopper."""
     monkeypatch.setattr(gluon, "INTERPRETED", False)
+    monkeypatch.setattr(gluon, "architecture", lambda device: HOPPER)
 
 
 def serves(problem: Problem, statistics: bool = False) -> bool:
     return gluon.serves(problem.heads.q, problem.visible, problem.options, statistics)
 
 
-@pytest.mark.parametrize("value", [None, "0"])
-def test_it_is_off_by_default(value: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(gluon.SWITCH, raising=False)
-    if value is not None:
-        monkeypatch.setenv(gluon.SWITCH, value)
-    assert not serves(plain_problem(TAKEN, BRAIN))
-
-
-@here
-@pytest.mark.usefixtures("switched_on")
+@pytest.mark.usefixtures("compiling")
 @pytest.mark.parametrize(
     ("changes", "dtype", "taken"),
     [
@@ -60,8 +46,9 @@ def test_it_is_off_by_default(value: str | None, monkeypatch: pytest.MonkeyPatch
         ({}, HALF, True),
         ({"softcap": None, "causal": False, "keys": 63}, BRAIN, True),
         ({"head_dim": 96}, BRAIN, True),
-        ({"head_dim": 256}, BRAIN, True),
-        ({"head_dim": 32}, BRAIN, False),
+        ({"head_dim": 256}, BRAIN, False),
+        ({"head_dim": 64}, BRAIN, False),
+        ({"batch": 2}, BRAIN, False),
         ({}, torch.float32, False),
         ({"window": 7}, BRAIN, False),
         ({"sinks": True}, BRAIN, False),
@@ -69,10 +56,23 @@ def test_it_is_off_by_default(value: str | None, monkeypatch: pytest.MonkeyPatch
         ({"ranges": "packed"}, BRAIN, False),
     ],
 )
-def test_the_calls_that_it_serves(changes: dict[str, Any], dtype: torch.dtype, taken: bool) -> None:
+def test_the_calls_that_it_serves(
+    changes: dict[str, Any], dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     problem = plain_problem(Case(**{**vars(TAKEN), **changes}), dtype)
     assert serves(problem) == taken
     assert not serves(problem, statistics=True)
+    monkeypatch.setenv(gluon.SWITCH, "0")
+    assert not serves(problem)
+
+
+def test_other_gpus_and_the_interpreter_take_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = plain_problem(TAKEN, BRAIN)
+    monkeypatch.setattr(gluon, "INTERPRETED", True)
+    assert not serves(problem)
+    monkeypatch.setattr(gluon, "INTERPRETED", False)
+    monkeypatch.setattr(gluon, "architecture", lambda device: BLACKWELL)
+    assert not serves(problem)
 
 
 def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,9 +101,9 @@ def test_the_machine_code() -> None:
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     script = Path(__file__).parents[2] / "qknorm_tests" / "gluon_code.py"
     environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-    run = subprocess.run([sys.executable, script, "64", "128"], env=environment, capture_output=True, text=True)
+    run = subprocess.run([sys.executable, script, "96", "128"], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    for found, head_dim in zip(json.loads(run.stdout), (64, 128), strict=True):
+    for found, head_dim in zip(json.loads(run.stdout), (96, 128), strict=True):
         constants, counts = found["constants"], found["counts"]
         assert constants["PADDED"] == head_dim
         scores, sums = (
@@ -128,23 +128,30 @@ def test_the_machine_code() -> None:
 
 MANY = {"batch": 1, "heads": 8, "heads_kv": 2}
 RIGHT = [
-    (Case(**MANY, queries=1, keys=63, head_dim=64), BRAIN),
+    (Case(**MANY, queries=1, keys=63, head_dim=80), BRAIN),
     (Case(**MANY, queries=63, causal=True, head_dim=128, softcap=50.0), BRAIN),
-    (Case(**MANY, queries=128, causal=True, head_dim=64), HALF),
+    (Case(**MANY, queries=128, causal=True, head_dim=96), HALF),
     (Case(**MANY, queries=300, causal=True, head_dim=96, softcap=50.0), BRAIN),
-    (Case(**MANY, queries=300, causal=True, head_dim=256, softcap=100.0), BRAIN),
+    (Case(**MANY, queries=300, causal=True, head_dim=128, softcap=100.0), BRAIN),
     (Case(**MANY, queries=111, keys=300, causal=True, head_dim=128, softcap=5.0), HALF),
-    (Case(**MANY, queries=300, keys=111, causal=True, head_dim=256), BRAIN),
-    (Case(**MANY, queries=200, keys=333, head_dim=64, softcap=50.0), BRAIN),
+    (Case(**MANY, queries=300, keys=111, causal=True, head_dim=128), BRAIN),
+    (Case(**MANY, queries=200, keys=333, head_dim=128, softcap=50.0), BRAIN),
     (Case(batch=3, heads=7, heads_kv=1, queries=1000, causal=True, head_dim=128), BRAIN),
 ]
 
 
-@asked
+@pytest.fixture
+def for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves few queries too, and tiles of backward are small, to compile in less time."""
+    monkeypatch.setattr(gluon, "FEWEST", 0)
+    shrink_tiles(monkeypatch)
+
+
+@hopper
+@pytest.mark.usefixtures("for_all")
 @pytest.mark.parametrize(("case", "dtype"), RIGHT, ids=str)
 def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are computed by the plain kernels, from its normaliser."""
-    shrink_tiles(monkeypatch)  # of backward, to compile in less time
     seen = record(monkeypatch, run=True)
     got = plain_problem(case, dtype).check()
     assert seen[0][0] == "gluon_forward_kernel"
@@ -152,16 +159,15 @@ def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytes
     assert all(torch.equal(got[name], again[name]) for name in got)
 
 
-@asked
+@hopper
+@pytest.mark.usefixtures("for_all")
 @pytest.mark.parametrize("gain", [0.1, 1.0, 30.0], ids=["within", "usual", "beyond"])
 @pytest.mark.parametrize("softcap", [None, 5.0, 50.0])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_normed_heads_of_any_size(
-    head_dim: int, softcap: float | None, gain: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shrink_tiles(monkeypatch)
-    raw = Raw(heads=(4, 2), dtype=BRAIN, length=200, head_dim=head_dim)
+def test_normed_heads_of_any_size(softcap: float | None, gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = Raw(heads=(4, 2), dtype=BRAIN, length=200, head_dim=128)
     problem = raw_problem(raw, Case(causal=True, softcap=softcap))
     if problem.heads.q_norm.gain is not None:
         problem.heads.q_norm.gain.mul_(gain)
+    seen = record(monkeypatch, run=True)
     problem.check()
+    assert seen[0][0] == "gluon_forward_kernel"

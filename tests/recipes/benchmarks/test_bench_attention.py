@@ -18,7 +18,7 @@ import bench_attention as bench
 import bench_checks as checks
 import bench_plan as plan
 from bench_cases import Case
-from bench_implementations import FLASH, GLUON, OURS
+from bench_implementations import FLASH, OURS
 
 from hf_qknorm.ops import library
 
@@ -93,7 +93,7 @@ def assert_filled(row, named):
     assert row["torch"]
     assert row["dtype"] == "float32"
     if row["note"]:
-        assert not named.ours or named in GLUON.values()
+        assert not named.ours
         assert not row["ms_median"]
         return
     assert 0 < float(row["ms_min"]) <= float(row["ms_median"]) <= float(row["ms_max"])
@@ -138,7 +138,7 @@ def test_a_checking_process_that_dies_fails_its_open_checks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "part", [plan.quick_plan(), plan.gluon_plan(), *plan.full_plan(), *plan.tiny_plan()], ids=lambda part: str(part[0])
+    "part", [plan.quick_plan(), *plan.full_plan(), *plan.tiny_plan()], ids=lambda part: str(part[0])
 )
 def test_everything_timed_is_checked_first(part):
     """Each part checks and compiles what it times."""

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton", reason="needs Triton, whose version the pages tell")
 recipe, plans = (import_module(name) for name in ("device", "device_stages"))
 ROOT = Path(__file__).parents[3]
-BENCHMARKS = ("first checks", "benchmark", "benchmark, Gluon")
+BENCHMARKS = ("first checks", "benchmark")
 
 
 def stage(name: str, code: str, seconds: float = 200, **options: object) -> plans.Stage:
@@ -49,16 +49,14 @@ def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path):
         stage("good", "print('fine | really')"),
         stage("bad", "print('half'); raise SystemExit(3)"),
         stage("slow", f"print('started', flush=True); {late}", 3),
-        stage("dependent", "print('no')", after="bad"),
-        stage("independent", "print('yes')", after="good"),
+        stage("next", "print('yes')"),
         stage("bare", "print('no')", wrapper=("no-such-program",)),
     ]
     start = time.monotonic()
-    found = plans.run_stages(stages, log, start + 400)  # less than their shares, so nothing is to spare
+    found = plans.run_stages(stages, log, start + 200)  # less than their shares, so nothing is to spare
     assert [(x.outcome, x.detail) for x in found if x.stage != "slow"] == [
         ("passed", "fine | really"),
         ("failed", "half"),
-        ("skipped", "'bad' did not pass"),
         ("passed", "yes"),
         ("skipped", "no no-such-program here"),
     ]
