@@ -63,8 +63,8 @@ LIMITS = {
     90: Limits(
         dict.fromkeys((*KERNELS, "gluon_forward_kernel"), 256),
         GROUPS | {"gluon_forward_kernel": "HGMMA"},
-        slots_of(128, 6.5, 4.5, 7.8) | capped({96: 7.8, 192: 11.2}),
-        {64: 14.0, 128: 14.0},
+        slots_of(128, 8.5, 6.5, 12.0) | capped({96: 8.3, 192: 11.2}),
+        {64: 16.0, 128: 17.5},
         {64: 11.2, 128: 12.4},
     ),
     100: Limits(
@@ -84,12 +84,10 @@ LIMITS = {
 }
 for same, table in ((89, 80), (86, 89), (103, 100), (121, 120)):  # nearly the same tiles
     LIMITS[same] = LIMITS[table]
-GLUON = slots_of(64, 6.5, 4.5, 7.8) | slots_of(128, 6.5, 4.5, 7.8)
-GLUON |= {(256, "approx", False): 9.0, (256, "none", False): 7.2}  # in tiles of 64 keys
+GLUON = slots_of(128, 6.5, 5.5, 7.8)
 SPILL = 64  # bytes outside of the loops of tiles, which a program stores and loads once
 USUAL_SPILL = {"forward_kernel": 0, "query_gradient_kernel": 16}  # of these at head_dim 64 and 128
 OPTION_SPILL = dict.fromkeys((80, 86, 89), 24)  # of forward there with ranges or statistics
-GLUON_SPILL = 32  # at head_dim 256 with the polynomial tanh: four loads in a loop
 # Forward with dropout, in the loop with a mask: smaller tiles spill nothing, but take 2 to 4 slots more for a score.
 DROPOUT_SPILL = {80: 64, 86: 64, 89: 64, 100: 240, 103: 240}
 EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
@@ -147,10 +145,8 @@ def few_spills(report: Report, arch: int) -> int:
 
 def spill_in_loops(report: Report, arch: int) -> int:
     """The bytes that a kernel may spill in its loops of tiles."""
-    constants = report.constants
-    if report.kernel == "gluon_forward_kernel" and (constants["PADDED"], constants["TANH"]) == (256, "polynomial"):
-        return GLUON_SPILL
-    return DROPOUT_SPILL.get(arch, 0) if report.kernel == KERNELS[0] and constants.get("DROPOUT") else 0
+    dropout = report.kernel == KERNELS[0] and report.constants.get("DROPOUT")
+    return DROPOUT_SPILL.get(arch, 0) if dropout else 0
 
 
 def of_any_order(norm: NormConstants | None) -> bool:

@@ -1,4 +1,4 @@
-"""Print the Gluon kernel's machine code for Hopper as JSON: counts of instructions, by head_dim and variant.
+"""Print the Gluon kernel's machine code for Hopper as JSON: counts of instructions.
 
 Run as a script: where TRITON_INTERPRET is set, nothing can be compiled.
 """
@@ -6,7 +6,6 @@ Run as a script: where TRITON_INTERPRET is set, nothing can be compiled.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -38,11 +37,9 @@ def barriers(kernel: Any) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    os.environ[gluon.SWITCH] = "1"
+    gluon.FEWEST = 0  # type: ignore[misc]
     compiled.describe = instructions
     with compiled.compiling(90) as found:
-        for head_dim in map(int, sys.argv[1:]):
-            q, k = (torch.empty(1, 300, n, head_dim, dtype=torch.bfloat16).transpose(1, 2) for n in (4, 2))
-            options = Options(head_dim**-0.5, 50.0, causal=True)
-            attention.forward(Heads(q, k, k), Visible(), options)
+        q, k = (torch.empty(1, 300, n, gluon.HEAD_DIM, dtype=torch.bfloat16).transpose(1, 2) for n in (4, 2))
+        attention.forward(Heads(q, k, k), Visible(), Options(gluon.HEAD_DIM**-0.5, 50.0, causal=True))
     json.dump(found, sys.stdout)

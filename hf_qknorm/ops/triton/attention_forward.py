@@ -63,16 +63,13 @@ def add_keys(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED
         if C.STATISTICS:
             seen = keys_within(n, rows, C)
             largest = tl.maximum(largest, tl.max(tl.where(seen, tl.abs(x), 0.0), 1))
-        if C.TANH != "none":
-            x = capped(x, score.cap, C.TANH)
-        elif C.ONLINE:
-            x = x * score.cap
+        x = capped(x, score.cap, C)
         if MASKED:
             seen = keys_within(n, rows, C)
             x = tl.where(seen, x, float("-inf"))
         if C.ONLINE:
-            higher = tl.maximum(peak, tl.max(x, 1))
-            x = x - higher[:, None]
+            higher = tl.maximum(peak, tl.max(x, 1) * score.cap)
+            x = x * score.cap - higher[:, None]
             shrink = tl.exp2(peak - higher)
             acc = scaled(acc, shrink[:, None], C)
             if C.STATISTICS:

@@ -1,6 +1,6 @@
 """Choosing and launching the warp-specialised forward pass of `gluon_forward`, for Hopper.
 
-It serves what it is faster for: heads of 65 to 128 columns, causal or not, with or without a cap. The plain kernel
+It serves heads of 128 columns, causal or not, with or without a cap. At 64 columns the plain kernel is faster. That
 serves all others, and with HF_QKNORM_GLUON=0 in the environment these too.
 """
 
@@ -16,15 +16,14 @@ from torch import Tensor
 
 from hf_qknorm.ops.triton.architectures import HOPPER
 from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, Sizes
-from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, architecture, descriptor, launch, padded
+from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, architecture, descriptor, launch
 from hf_qknorm.ops.triton.norm_rope import PreparedHeads
 from hf_qknorm.ops.triton.schedule import gpu, query_section
 from hf_qknorm.ops.types import Options, Visible
 
 SWITCH = "HF_QKNORM_GLUON"
-QUERIES = 128  # of a program: 64 for each warpgroup
-# Keys of a tile and tiles of a ring, by head_dim rounded up to a power of two.
-TILES: dict[int, tuple[int, int]] = {128: (128, 2)}
+HEAD_DIM = 128
+QUERIES, KEYS, STAGES = 128, 128, 2  # queries of a program, 64 for each warpgroup; keys of a tile, tiles of a ring
 FEWEST = 2  # programs for each processor: with fewer, the plain kernel has more of them
 
 
@@ -39,7 +38,7 @@ def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> b
     halves = q.dtype in (torch.bfloat16, torch.float16)
     b, h, t, head_dim = q.shape
     enough = -(-t // QUERIES) * b * h >= FEWEST * gpu(q.device).processors
-    return supported and halves and enough and not statistics and padded(head_dim) in TILES
+    return supported and halves and enough and not statistics and head_dim == HEAD_DIM
 
 
 def switched_on() -> bool:
@@ -78,23 +77,22 @@ def _module() -> Any:
 
 def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, variants: list[LoopVariant]) -> None:
     """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]`, with one loop or, by the heads' bounds, one of two."""
-    b, h, t, head_dim = prepared.q.shape
-    keys, stages = TILES[padded(head_dim)]
-    shared = Constants(QUERIES, keys, padded(head_dim), head_dim, CAUSAL=causal, SCALED=prepared.scaled)
+    b, h, t, _ = prepared.q.shape
+    shared = Constants(QUERIES, KEYS, HEAD_DIM, HEAD_DIM, CAUSAL=causal, SCALED=prepared.scaled)
     loops = [shared._replace(TANH=tanh, ONLINE=online, WHEN=when) for tanh, online, when, _ in variants]
     launch(
         _module().gluon_forward_kernel,
         (-(-t // QUERIES) * b * h,),
         prepared.q.device,
         Q=_tiles(prepared.q, QUERIES // 2),
-        K=_tiles(prepared.k, keys),
-        V=_tiles(prepared.v, keys),
+        K=_tiles(prepared.k, KEYS),
+        V=_tiles(prepared.v, KEYS),
         OUT=_tiles(out, QUERIES // 2),
         normaliser=normaliser,
         bound=prepared.bound,
         score=ScoreArguments(prepared.unit, prepared.cap, limit=variants[0].limit),
         **Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0, query_section(prepared.k, h, t, QUERIES))._asdict(),
-        STAGES=stages,
+        STAGES=STAGES,
         **dict(zip(("C", "BEYOND"), loops, strict=False)),
         num_warps=4,
     )
@@ -104,14 +102,12 @@ def _tiles(x: Tensor, rows: int) -> Any:
     """`launch.descriptor`, for Gluon: with the layout that tiles have in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    columns = padded(x.shape[-1])
-    plain = descriptor(x, rows, columns)
-    layout = _layout(rows, columns, x.dtype)
-    return TensorDescriptor(x, plain.shape, plain.strides, plain.block_shape, layout)
+    plain = descriptor(x, rows, HEAD_DIM)
+    return TensorDescriptor(x, plain.shape, plain.strides, plain.block_shape, _layout(rows, x.dtype))
 
 
 @cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+def _layout(rows: int, dtype: torch.dtype) -> Any:
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, columns], getattr(gl, str(dtype).removeprefix("torch.")))
+    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, HEAD_DIM], getattr(gl, str(dtype).removeprefix("torch.")))

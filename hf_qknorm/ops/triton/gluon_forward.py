@@ -43,17 +43,14 @@ def weigh(x, total, peak, last, start, score, MASKED: gl.constexpr, C: gl.conste
     """
     if C.SCALED:
         x = x * score.unit
-    if C.TANH != "none":
-        x = capped(x, score.cap, C.TANH)
-    elif C.ONLINE:
-        x = x * score.cap
+    x = capped(x, score.cap, C)
     if MASKED:
         cols = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
         x = gl.where(cols[None, :] < (last - start)[:, None], x, float("-inf"))
     shrink = peak
     if C.ONLINE:
-        higher = gl.maximum(peak, gl.max(x, 1))
-        x = x - higher[:, None]
+        higher = gl.maximum(peak, gl.max(x, 1) * score.cap)
+        x = x * score.cap - higher[:, None]
         shrink = gl.exp2(peak - higher)
         total = total * shrink
         peak = higher

@@ -143,15 +143,19 @@ def serves(bound, group, limit, WHEN: tl.constexpr):
 
 
 @triton.jit
-def capped(x, cap, HOW: tl.constexpr):
-    """cap·tanh(x), tanh computed as HOW says."""
-    if HOW == "polynomial":  # the cap is a factor of its coefficients, which are the same for all tiles
+def capped(x, cap, C: tl.constexpr):
+    """Scores x after tanh, if they have a cap; without a running maximum times `cap`, as logits.
+
+    With a maximum the product is left to the instruction that subtracts it, which rounds once.
+    """
+    if C.TANH == "polynomial" and not C.ONLINE:  # the cap is a factor of its coefficients, the same for all tiles
         u = x * x
-        y = ((FIFTH * cap * u + THIRD * cap) * u + FIRST * cap) * x
-    else:
-        y, _ = tanh_and_slope(x, HOW)
-        y = y * cap
-    return y
+        x = ((FIFTH * cap * u + THIRD * cap) * u + FIRST * cap) * x
+    elif C.TANH != "none":
+        x, _ = tanh_and_slope(x, C.TANH)
+        if not C.ONLINE:
+            x = x * cap
+    return x
 
 
 @triton.jit
