@@ -90,10 +90,12 @@ USUAL_SPILL = {"forward_kernel": 0, "query_gradient_kernel": 16}  # of these at 
 OPTION_SPILL = dict.fromkeys((80, 86, 89), 24)  # of forward there with ranges or statistics
 # Forward with dropout, in the loop with a mask: smaller tiles spill nothing, but take 2 to 4 slots more for a score.
 DROPOUT_SPILL = {80: 64, 86: 64, 89: 64, 100: 240, 103: 240}
+# Of dk and dv for 9.0, a few instructions in loops: their tiles are the fastest on the card all the same.
+MEASURED_SPILL = 40
 EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
 # With Triton 3.6, descriptors have 64 bits: those of two parts do not fit the uniform registers, and are moved in the
-# loop. Got 7.83 and 11.94 slots, where 3.9 has 8.09 and 11.53.
-OLDER = capped({96: 7.9, 192: 12.0})
+# loop. Got 11.94 slots, where 3.9 has 11.66.
+OLDER = capped({192: 12.0})
 
 
 def complain(result: Report | Failure, arch: int) -> list[str]:
@@ -145,6 +147,8 @@ def few_spills(report: Report, arch: int) -> int:
 
 def spill_in_loops(report: Report, arch: int) -> int:
     """The bytes that a kernel may spill in its loops of tiles."""
+    if report.kernel == "key_gradient_kernel" and arch == HOPPER:
+        return MEASURED_SPILL
     dropout = report.kernel == KERNELS[0] and report.constants.get("DROPOUT")
     return DROPOUT_SPILL.get(arch, 0) if dropout else 0
 
