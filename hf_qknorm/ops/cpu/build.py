@@ -136,10 +136,15 @@ def _flags() -> list[str]:
     return [
         *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
         "-ffp-contract=off",  # products and sums are fused where the code says so, and alike in all passes
-        *(*VECTORS[capability], f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
+        *(*VECTORS[capability], *_bf16(capability), f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-ltorch_cpu", "-lc10"),  # OpenMP, libgomp.so.1, is the one that torch has loaded, by its name
     ]
+
+
+def _bf16(capability: str) -> tuple[str, ...]:
+    """The flag of instructions that multiply bf16 numbers, for a CPU that has them."""
+    return ("-mavx512bf16",) if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() else ()
 
 
 def _command(*files: str) -> list[str]:

@@ -1,4 +1,5 @@
 #include "attention.h"
+#include "pairs.h"
 #include "tiles.h"
 
 namespace hf_qknorm {
@@ -83,10 +84,11 @@ struct Memory {
   float *query_rows, *grad_rows, *dqueries;   // [BLOCK_ROWS, width]
   float *scores, *dweights;                   // [tile, BLOCK_ROWS]
   float *keys, *values, *dkeys, *dvalues;     // [tile, width]
+  Factors factors;                            // [tile / 2, width or BLOCK_ROWS], [width / 2, BLOCK_ROWS] or [tile / 2, width]
 
   static int64_t size(int64_t head_dim) {
     const int64_t width = padded(head_dim), tile = tile_keys(head_dim);
-    return (LANES + 5 * BLOCK_ROWS + 4 * tile) * width + 2 * tile * BLOCK_ROWS;
+    return (LANES + 5 * BLOCK_ROWS + 5 * tile) * width + 3 * tile * BLOCK_ROWS + BLOCK_ROWS * width;
   }
   Memory(float* start, int64_t head_dim) : width(padded(head_dim)) {
     const int64_t tile = tile_keys(head_dim);
@@ -102,6 +104,8 @@ struct Memory {
     values = keys + tile * width;
     dkeys = values + tile * width;
     dvalues = dkeys + tile * width;
+    factors.left = reinterpret_cast<Pair*>(dvalues + tile * width);
+    factors.right = factors.left + tile / 2 * (width + BLOCK_ROWS);
   }
 };
 
@@ -115,14 +119,19 @@ void add_block(const Problem& problem, const Gradients& gradients, const Rows& r
   load_columns<T>(problem, gradients.grad, rows, 1.0, memory.staged, memory.grad_columns);
   load_rows<T>(problem, problem.q, rows, 0, rows.count, 1.0, memory.query_rows);
   load_rows<T>(problem, gradients.grad, rows, 0, rows.count, 1.0, memory.grad_rows);
-  multiply<false>(tile.keys, rows.width, head_dim, keys, memory.query_columns, BLOCK_ROWS, tile.scores, BLOCK_ROWS);
-  multiply<false>(tile.keys, rows.width, head_dim, values, memory.grad_columns, BLOCK_ROWS, tile.dweights, BLOCK_ROWS);
+  const Factors& factors = memory.factors;
+  multiply_heads<T, false>(
+      tile.keys, rows.width, head_dim, keys, memory.query_columns, BLOCK_ROWS, tile.scores, BLOCK_ROWS, factors);
+  multiply_heads<T, false>(
+      tile.keys, rows.width, head_dim, values, memory.grad_columns, BLOCK_ROWS, tile.dweights, BLOCK_ROWS, factors);
   differentiate(problem, rows, tile, RowNumbers(problem, gradients, rows));
   const ByRow weights{tile.scores, BLOCK_ROWS}, dlogits{tile.dweights, BLOCK_ROWS};
-  multiply<true>(tile.keys, width, rows.count, weights, memory.grad_rows, width, memory.dvalues + offset * width, width);
-  multiply<true>(tile.keys, width, rows.count, dlogits, memory.query_rows, width, memory.dkeys + offset * width, width);
+  float *dvalues = memory.dvalues + offset * width, *dkeys = memory.dkeys + offset * width;
+  multiply_heads<T, true>(tile.keys, width, rows.count, weights, memory.grad_rows, width, dvalues, width, factors);
+  multiply_heads<T, true>(tile.keys, width, rows.count, dlogits, memory.query_rows, width, dkeys, width, factors);
   const ByColumn transposed{tile.dweights, BLOCK_ROWS};
-  multiply<false>(rows.count, width, tile.keys, transposed, keys.data, keys.stride, memory.dqueries, width);
+  multiply_heads<T, false>(
+      rows.count, width, tile.keys, transposed, keys.data, keys.stride, memory.dqueries, width, factors);
   const float scale = static_cast<float>(problem.scale);
   for (int64_t r = 0; r < rows.count; ++r) {
     float* to = dq + ((rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r)) * head_dim;

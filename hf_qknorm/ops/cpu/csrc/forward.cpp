@@ -1,4 +1,5 @@
 #include "attention.h"
+#include "pairs.h"
 #include "softmax.h"
 
 namespace hf_qknorm {
@@ -11,10 +12,11 @@ struct Memory {
   int64_t width;                  // of a row of heads
   float *staged, *queries, *out;    // [LANES, width], [width, BLOCK_ROWS]
   float *scores, *keys, *values;  // [TILE_KEYS, BLOCK_ROWS], [TILE_KEYS, head_dim]
+  Factors factors;                // [TILE_KEYS / 2, width], [TILE_KEYS / 2 or width, BLOCK_ROWS]
 
   static int64_t size(int64_t head_dim) {
-    const int64_t width = padded(head_dim);
-    return (LANES + 2 * BLOCK_ROWS) * width + TILE_KEYS * (BLOCK_ROWS + 2 * head_dim);
+    const int64_t width = padded(head_dim), pairs = TILE_KEYS / 2 * (width + LANES) + std::max(TILE_KEYS, width) * BLOCK_ROWS;
+    return (LANES + 2 * BLOCK_ROWS) * width + TILE_KEYS * (BLOCK_ROWS + 2 * head_dim) + pairs;
   }
   Memory(float* start, int64_t head_dim) : width(padded(head_dim)) {
     staged = start;
@@ -23,6 +25,8 @@ struct Memory {
     scores = out + BLOCK_ROWS * width;
     keys = scores + BLOCK_ROWS * TILE_KEYS;
     values = keys + TILE_KEYS * head_dim;
+    factors.left = reinterpret_cast<Pair*>(values + TILE_KEYS * head_dim);
+    factors.right = factors.left + TILE_KEYS / 2 * (width + LANES);
   }
 };
 
@@ -53,7 +57,8 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
     const int64_t count = std::min(TILE_KEYS, rows.last_key - first);
     const ByRow keys = load_keys<T>(problem.k, rows, first, count, head_dim, memory.keys);
     const ByRow values = load_keys<T>(problem.v, rows, first, count, head_dim, memory.values);
-    multiply<false>(count, rows.width, head_dim, keys, memory.queries, BLOCK_ROWS, memory.scores, BLOCK_ROWS);
+    multiply_heads<T, false>(
+        count, rows.width, head_dim, keys, memory.queries, BLOCK_ROWS, memory.scores, BLOCK_ROWS, memory.factors);
     const Dropout* factors = problem.dropout > 0 ? &dropout : nullptr;
     weigh(problem, rows, {memory.scores, BLOCK_ROWS, first, count, factors}, softmax);
     if (!problem.bounded() && first > rows.first_key)
@@ -63,7 +68,8 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
           (Vec::loadu(sums) * Vec::loadu(softmax.rescale + lane)).store(sums);
         }
     const ByColumn transposed{values.data, values.stride};
-    multiply<true>(head_dim, rows.width, count, transposed, memory.scores, BLOCK_ROWS, memory.out, BLOCK_ROWS);
+    multiply_heads<T, true>(
+        head_dim, rows.width, count, transposed, memory.scores, BLOCK_ROWS, memory.out, BLOCK_ROWS, memory.factors);
   }
   write<T>(problem, rows, softmax, memory, out, normaliser);
 }

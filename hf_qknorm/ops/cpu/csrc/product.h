@@ -1,4 +1,5 @@
-// Matrix products of small fp32 matrices in one thread, in tiles that stay in registers.
+// Matrix products of small matrices in one thread, in tiles that stay in registers: of fp32 numbers, or of pairs of bf16
+// numbers, which lie side by side along the inner axis, where the CPU has instructions for them.
 #pragma once
 
 #include <algorithm>
@@ -8,20 +9,36 @@
 namespace hf_qknorm {
 
 // The left factor of a product, element (m, k): numbers are read one at a time, so that any layout serves.
-struct ByRow {  // rows lie one after the other
-  const float* data;
+template <class N>
+struct RowsOf {  // rows lie one after the other
+  const N* data;
   int64_t stride;
-  float operator()(int64_t m, int64_t k) const { return data[m * stride + k]; }
-  ByRow from_row(int64_t m) const { return {data + m * stride, stride}; }
-  ByRow from_column(int64_t k) const { return {data + k, stride}; }
+  N operator()(int64_t m, int64_t k) const { return data[m * stride + k]; }
+  RowsOf from_row(int64_t m) const { return {data + m * stride, stride}; }
+  RowsOf from_column(int64_t k) const { return {data + k, stride}; }
 };
-struct ByColumn {  // columns lie one after the other: a transposed matrix
-  const float* data;
+template <class N>
+struct ColumnsOf {  // columns lie one after the other: a transposed matrix
+  const N* data;
   int64_t stride;
-  float operator()(int64_t m, int64_t k) const { return data[k * stride + m]; }
-  ByColumn from_row(int64_t m) const { return {data + m, stride}; }
-  ByColumn from_column(int64_t k) const { return {data + k * stride, stride}; }
+  N operator()(int64_t m, int64_t k) const { return data[k * stride + m]; }
+  ColumnsOf from_row(int64_t m) const { return {data + m, stride}; }
+  ColumnsOf from_column(int64_t k) const { return {data + k * stride, stride}; }
 };
+using ByRow = RowsOf<float>;
+using ByColumn = ColumnsOf<float>;
+using Pair = uint32_t;  // two bf16 numbers, the first in the lower half
+
+inline Vec row_of(const float* x) { return Vec::loadu(x); }
+inline Vec number_of(float x) { return Vec(x); }
+inline Vec add_products(Vec sums, Vec number, Vec row) { return at::vec::fmadd(number, row, sums); }
+#if defined(__AVX512BF16__)
+inline __m512i row_of(const Pair* x) { return _mm512_loadu_si512(x); }
+inline __m512i number_of(Pair x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+inline Vec add_products(Vec sums, __m512i pair, __m512i row) {
+  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(pair), reinterpret_cast<__m512bh>(row));
+}
+#endif
 
 // Rows and vectors of a tile: the sums, the vectors of a row of B and one number of A fill the registers.
 #if defined(CPU_CAPABILITY_AVX512)
@@ -32,19 +49,19 @@ constexpr int TILE_ROWS = 6, TILE_VECTORS = 2;  // of 16 registers
 
 // A tile of C [ROWS, VECTORS·LANES] = or += A [ROWS, inner] B [inner, VECTORS·LANES]. The product is added to C as a whole:
 // sums of partial sums round less than one long sum.
-template <int ROWS, int VECTORS, bool ADD, class A>
-inline void multiply_tile(A a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t inner) {
+template <int ROWS, int VECTORS, bool ADD, class A, class N>
+inline void multiply_tile(A a, const N* b, int64_t b_stride, float* c, int64_t c_stride, int64_t inner) {
   Vec sums[ROWS][VECTORS];
   for (int m = 0; m < ROWS; ++m)
     for (int n = 0; n < VECTORS; ++n) sums[m][n] = Vec(0.0f);
   for (int64_t k = 0; k < inner; ++k) {
-    Vec row[VECTORS];
-    for (int n = 0; n < VECTORS; ++n) row[n] = Vec::loadu(b + k * b_stride + n * LANES);
+    decltype(row_of(b)) row[VECTORS];
+    for (int n = 0; n < VECTORS; ++n) row[n] = row_of(b + k * b_stride + n * LANES);
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; ++m) {
-      const Vec number(a(m, k));
+      const auto number = number_of(a(m, k));
 #pragma GCC unroll 4
-      for (int n = 0; n < VECTORS; ++n) sums[m][n] = at::vec::fmadd(number, row[n], sums[m][n]);
+      for (int n = 0; n < VECTORS; ++n) sums[m][n] = add_products(sums[m][n], number, row[n]);
     }
   }
   for (int m = 0; m < ROWS; ++m)
@@ -55,18 +72,18 @@ inline void multiply_tile(A a, const float* b, int64_t b_stride, float* c, int64
 }
 
 // The last rows, fewer than TILE_ROWS.
-template <int ROWS, int VECTORS, bool ADD, class A>
+template <int ROWS, int VECTORS, bool ADD, class A, class N>
 inline void multiply_rest(
-    int64_t rows, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride, int64_t inner) {
+    int64_t rows, A a, const N* b, int64_t b_stride, float* c, int64_t c_stride, int64_t inner) {
   if constexpr (ROWS > 0) {
     if (rows == ROWS) return multiply_tile<ROWS, VECTORS, ADD>(a, b, b_stride, c, c_stride, inner);
     multiply_rest<ROWS - 1, VECTORS, ADD>(rows, a, b, b_stride, c, c_stride, inner);
   }
 }
 
-template <int VECTORS, bool ADD, class A>
+template <int VECTORS, bool ADD, class A, class N>
 inline void multiply_columns(
-    int64_t rows, int64_t inner, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+    int64_t rows, int64_t inner, A a, const N* b, int64_t b_stride, float* c, int64_t c_stride) {
   int64_t m = 0;
   for (; m + TILE_ROWS <= rows; m += TILE_ROWS)
     multiply_tile<TILE_ROWS, VECTORS, ADD>(a.from_row(m), b, b_stride, c + m * c_stride, c_stride, inner);
@@ -74,9 +91,9 @@ inline void multiply_columns(
       rows - m, a.from_row(m), b, b_stride, c + m * c_stride, c_stride, inner);
 }
 
-template <bool ADD, class A>
+template <bool ADD, class A, class N>
 inline void multiply_part(
-    int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+    int64_t rows, int64_t columns, int64_t inner, A a, const N* b, int64_t b_stride, float* c, int64_t c_stride) {
   constexpr int64_t WIDTH = TILE_VECTORS * LANES;
   int64_t n = 0;
   for (; n + WIDTH <= columns; n += WIDTH)
@@ -86,9 +103,9 @@ inline void multiply_part(
 
 // C [rows, columns] = (or with ADD +=) A [rows, inner] B [inner, columns], with columns a multiple of LANES. Parts of A and B
 // stay in the first-level cache; more parts round less, too.
-template <bool ADD, class A>
+template <bool ADD, class A, class N>
 inline void multiply(
-    int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c, int64_t c_stride) {
+    int64_t rows, int64_t columns, int64_t inner, A a, const N* b, int64_t b_stride, float* c, int64_t c_stride) {
   constexpr int64_t PART = 64, PART_ROWS = 48;
   for (int64_t m = 0; m < rows; m += PART_ROWS) {
     const int64_t count = std::min(PART_ROWS, rows - m);
@@ -96,7 +113,7 @@ inline void multiply(
     float* to = c + m * c_stride;
     multiply_part<ADD>(count, columns, std::min(PART, inner), from, b, b_stride, to, c_stride);
     for (int64_t k = PART; k < inner; k += PART) {
-      const float* rest = b + k * b_stride;
+      const N* rest = b + k * b_stride;
       multiply_part<true>(count, columns, std::min(PART, inner - k), from.from_column(k), rest, b_stride, to, c_stride);
     }
   }

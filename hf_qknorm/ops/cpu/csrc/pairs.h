@@ -1,0 +1,74 @@
+// Products of heads of bf16 numbers by the CPU's own instructions, which add two products to a sum in fp32.
+#pragma once
+
+#include <type_traits>
+
+#include "product.h"
+
+namespace hf_qknorm {
+
+#if defined(__AVX512BF16__)
+template <class T>
+constexpr bool PAIRED = std::is_same_v<T, c10::BFloat16>;
+
+// Two vectors of numbers, rounded to bf16, as a vector of pairs
+inline __m512i paired(__m512 first, __m512 second) {
+  const __m512i low = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(first)));
+  const __m512i high = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(second)));
+  return _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
+}
+
+// from [inner, columns] as pairs of its rows [(inner + 1) / 2, padded(columns)], of an odd number the last with zeros
+inline void pair_rows(const float* from, int64_t stride, int64_t inner, int64_t columns, Pair* to) {
+  const int64_t width = padded(columns);
+  for (int64_t k = 0; k < inner; k += 2, to += width)
+    for (int64_t n = 0; n < columns; n += LANES) {
+      const __mmask16 real = columns - n < LANES ? (1 << (columns - n)) - 1 : 0xffff;
+      const float* first = from + k * stride + n;
+      const __m512 second = _mm512_maskz_loadu_ps(k + 1 < inner ? real : __mmask16(0), first + stride);
+      _mm512_storeu_si512(to + n, paired(_mm512_maskz_loadu_ps(real, first), second));
+    }
+}
+
+// The pairs of a left factor [rows, inner], in memory `to`
+inline RowsOf<Pair> pairs_of(const ByRow& from, int64_t rows, int64_t inner, Pair* to) {
+  const int64_t width = padded(inner) / 2;
+  for (int64_t m = 0; m < rows; ++m)
+    for (int64_t k = 0; k < inner; k += LANES) {
+      const __mmask16 real = inner - k < LANES ? (1 << (inner - k)) - 1 : 0xffff;
+      const __m256bh rounded = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(real, from.data + m * from.stride + k));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + m * width + k / 2), reinterpret_cast<__m256i>(rounded));
+    }
+  return {to, width};
+}
+
+inline ColumnsOf<Pair> pairs_of(const ByColumn& from, int64_t rows, int64_t inner, Pair* to) {
+  pair_rows(from.data, from.stride, inner, rows, to);
+  return {to, padded(rows)};
+}
+#else
+template <class T>
+constexpr bool PAIRED = false;
+#endif
+
+// Memory for the pairs of both factors of a product [rows, inner] by [inner, columns], whatever their order
+struct Factors {
+  Pair *left, *right;
+};
+
+// `multiply` of heads of dtype T: in bf16 both factors are rounded to it, if the CPU multiplies such numbers.
+template <class T, bool ADD, class A>
+inline void multiply_heads(int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c,
+                           int64_t c_stride, const Factors& factors) {
+  if constexpr (PAIRED<T>) {
+#if defined(__AVX512BF16__)
+    pair_rows(b, b_stride, inner, columns, factors.right);
+    const auto pairs = pairs_of(a, rows, inner, factors.left);
+    multiply<ADD>(rows, columns, (inner + 1) / 2, pairs, factors.right, columns, c, c_stride);
+#endif
+  } else {
+    multiply<ADD>(rows, columns, inner, a, b, b_stride, c, c_stride);
+  }
+}
+
+}  // namespace hf_qknorm
