@@ -1,6 +1,7 @@
 """`attention` and its statistics in C++ on the CPU: the operator `cpu_attention`, and the calls that they take.
 
-All arithmetic is in fp32, whatever the dtype of the heads.
+Arithmetic is in fp32, whatever the dtype of the heads, but for the products of bf16 heads where the CPU has AVX-512
+BF16: it multiplies bf16 numbers, and adds in fp32.
 """
 
 from __future__ import annotations

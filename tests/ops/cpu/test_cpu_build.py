@@ -100,10 +100,14 @@ def test_no_compiler_is_a_reason(
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("capability", build.VECTORS)
-def test_the_sources_compile_for_every_cpu(capability: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("capability", "bf16"), [("AVX2", True), ("AVX512", False), ("AVX512", True)])
+def test_the_sources_compile_for_every_cpu(
+    capability: str, bf16: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch's headers differ between vectors, and a machine compiles for its own alone."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    assert ("-mavx512bf16" in build._flags()) == (capability == "AVX512" and bf16)
     subprocess.run(build._command("-fsyntax-only", str(build.SOURCES / "backward.cpp")), check=True)
 
 
