@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm import patch_model
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops import library
 from hf_qknorm.ops.triton import attention_decode, schedule
 from hf_qknorm.ops.triton.schedule import Division
@@ -164,6 +165,14 @@ RUNS = {
     "decode": Run(draw_step, decode_step),
     "model": Run(draw_texts, model_step),
 }
+
+
+@needs_gpu
+def test_the_knee_moves_with_the_model() -> None:
+    """In a graph that is compiled before the first use, ε would be copied in each call."""
+    norms = [x for x in model(scheme="knee").modules() if isinstance(x, HeadNorm)]
+    assert norms
+    assert {x.eps.device.type for x in norms} == {DEVICE.type}
 
 
 @pytest.mark.parametrize("name", RUNS)

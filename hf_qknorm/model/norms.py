@@ -28,9 +28,9 @@ class HeadNorm(nn.Module):
     `eps` is the scheme's, a float. With a `knee` it is a tensor `[]` in fp32 for every dtype of the model, filled by
     `set_knee`: eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of the norm's inputs in
     calibration text (1 without calibration), and p is the `order`. It is no buffer, so that casts, sharding and the
-    meta device leave it as it is: the config holds knee and power. It moves to the device of its input at the first
-    use there. State dicts hold it too, beside the gain that is right for this ε alone. The `sharpness` is the scheme's
-    with a knee, else 1.
+    meta device leave it as it is: the config holds knee and power. It moves with the parameters, and to the device of
+    its input at the first use there. State dicts hold it too, beside the gain that is right for this ε alone. The
+    `sharpness` is the scheme's with a knee, else 1.
     `blend` b is a buffer during a blend: x becomes x + b·(y − x), where y is `rescale` times the normed x.
     `rescale` replaces the scheme's scale of the logits, which the attention applies only after the blend.
     `loaded_blend` is that of the gain last loaded by `load_state_dict`, 1 outside of a blend, None before.
@@ -136,6 +136,14 @@ class HeadNorm(nn.Module):
             raise ValueError(f"eps {problem}")
         assert isinstance(self.eps, Tensor)
         self.eps.fill_(float(stored))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> HeadNorm:
+        """Move and cast parameters as PyTorch does, and move ε beside them: a graph would copy it in each call."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        held = next(self.parameters(), None)
+        if isinstance(self.eps, Tensor) and held is not None and held.device.type != "meta":
+            self.eps = self.eps.to(held.device)
+        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -93,7 +93,8 @@ def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, 
         score=ScoreArguments(prepared.unit, prepared.cap, limit=variants[0].limit),
         **Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0, query_section(prepared.k, h, t, QUERIES))._asdict(),
         STAGES=STAGES,
-        **dict(zip(("C", "BEYOND"), loops, strict=False)),
+        C=loops[0],
+        BEYOND=loops[1] if len(loops) > 1 else None,
         num_warps=4,
     )
 
