@@ -79,7 +79,8 @@ def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, 
     """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]`, with one loop or, by the heads' bounds, one of two."""
     b, h, t, _ = prepared.q.shape
     shared = Constants(QUERIES, KEYS, HEAD_DIM, HEAD_DIM, CAUSAL=causal, SCALED=prepared.scaled)
-    loops = [shared._replace(TANH=tanh, ONLINE=online, WHEN=when) for tanh, online, when, _ in variants]
+    loops = (shared._replace(TANH=tanh, ONLINE=online, WHEN=when) for tanh, online, when, _ in variants)
+    constants: dict[str, Any] = dict(zip(("C", "BEYOND"), loops, strict=False))
     launch(
         _module().gluon_forward_kernel,
         (-(-t // QUERIES) * b * h,),
@@ -93,8 +94,7 @@ def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, 
         score=ScoreArguments(prepared.unit, prepared.cap, limit=variants[0].limit),
         **Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0, query_section(prepared.k, h, t, QUERIES))._asdict(),
         STAGES=STAGES,
-        C=loops[0],
-        BEYOND=loops[1] if len(loops) > 1 else None,
+        **constants,
         num_warps=4,
     )
 
