@@ -144,7 +144,7 @@ def _flags() -> list[str]:
 
 def _bf16(capability: str) -> tuple[str, ...]:
     """The flag of instructions that multiply bf16 numbers, for a CPU that has them."""
-    return ("-mavx512bf16",) if capability == "AVX512" and torch.cpu._is_avx512_bf16_supported() else ()
+    return ("-mavx512bf16",) if capability == "AVX512" and torch.cpu.get_capabilities()["avx512_bf16"] else ()
 
 
 def _command(*files: str) -> list[str]:

@@ -106,7 +106,7 @@ def test_the_sources_compile_for_every_cpu(
 ) -> None:
     """torch's headers differ between vectors, and a machine compiles for its own alone."""
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": bf16})
     assert ("-mavx512bf16" in build._flags()) == (capability == "AVX512" and bf16)
     subprocess.run(build._command("-fsyntax-only", str(build.SOURCES / "backward.cpp")), check=True)
 

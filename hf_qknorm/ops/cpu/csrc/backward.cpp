@@ -84,11 +84,12 @@ struct Memory {
   float *query_rows, *grad_rows, *dqueries;   // [BLOCK_ROWS, width]
   float *scores, *dweights;                   // [tile, BLOCK_ROWS]
   float *keys, *values, *dkeys, *dvalues;     // [tile, width]
-  Factors factors;                            // [tile / 2, width or BLOCK_ROWS], [width / 2, BLOCK_ROWS] or [tile / 2, width]
+  Pairs pairs;  // of both factors of a product: at most [tile / 2, width or BLOCK_ROWS], and [tile / 2, width]
 
   static int64_t size(int64_t head_dim) {
     const int64_t width = padded(head_dim), tile = tile_keys(head_dim);
-    return (LANES + 5 * BLOCK_ROWS + 5 * tile) * width + 3 * tile * BLOCK_ROWS + BLOCK_ROWS * width;
+    const int64_t pairs = tile / 2 * std::max(width, BLOCK_ROWS) + tile / 2 * width;
+    return (LANES + 5 * BLOCK_ROWS + 4 * tile) * width + 2 * tile * BLOCK_ROWS + pairs;
   }
   Memory(float* start, int64_t head_dim) : width(padded(head_dim)) {
     const int64_t tile = tile_keys(head_dim);
@@ -104,8 +105,8 @@ struct Memory {
     values = keys + tile * width;
     dkeys = values + tile * width;
     dvalues = dkeys + tile * width;
-    factors.left = reinterpret_cast<Pair*>(dvalues + tile * width);
-    factors.right = factors.left + tile / 2 * (width + BLOCK_ROWS);
+    pairs.left = reinterpret_cast<Pair*>(dvalues + tile * width);
+    pairs.right = pairs.left + tile / 2 * std::max(width, BLOCK_ROWS);
   }
 };
 
@@ -119,19 +120,19 @@ void add_block(const Problem& problem, const Gradients& gradients, const Rows& r
   load_columns<T>(problem, gradients.grad, rows, 1.0, memory.staged, memory.grad_columns);
   load_rows<T>(problem, problem.q, rows, 0, rows.count, 1.0, memory.query_rows);
   load_rows<T>(problem, gradients.grad, rows, 0, rows.count, 1.0, memory.grad_rows);
-  const Factors& factors = memory.factors;
+  const Pairs& pairs = memory.pairs;
   multiply_heads<T, false>(
-      tile.keys, rows.width, head_dim, keys, memory.query_columns, BLOCK_ROWS, tile.scores, BLOCK_ROWS, factors);
+      tile.keys, rows.width, head_dim, keys, memory.query_columns, BLOCK_ROWS, tile.scores, BLOCK_ROWS, pairs);
   multiply_heads<T, false>(
-      tile.keys, rows.width, head_dim, values, memory.grad_columns, BLOCK_ROWS, tile.dweights, BLOCK_ROWS, factors);
+      tile.keys, rows.width, head_dim, values, memory.grad_columns, BLOCK_ROWS, tile.dweights, BLOCK_ROWS, pairs);
   differentiate(problem, rows, tile, RowNumbers(problem, gradients, rows));
   const ByRow weights{tile.scores, BLOCK_ROWS}, dlogits{tile.dweights, BLOCK_ROWS};
   float *dvalues = memory.dvalues + offset * width, *dkeys = memory.dkeys + offset * width;
-  multiply_heads<T, true>(tile.keys, width, rows.count, weights, memory.grad_rows, width, dvalues, width, factors);
-  multiply_heads<T, true>(tile.keys, width, rows.count, dlogits, memory.query_rows, width, dkeys, width, factors);
+  multiply_heads<T, true>(tile.keys, width, rows.count, weights, memory.grad_rows, width, dvalues, width, pairs);
+  multiply_heads<T, true>(tile.keys, width, rows.count, dlogits, memory.query_rows, width, dkeys, width, pairs);
   const ByColumn transposed{tile.dweights, BLOCK_ROWS};
   multiply_heads<T, false>(
-      rows.count, width, tile.keys, transposed, keys.data, keys.stride, memory.dqueries, width, factors);
+      rows.count, width, tile.keys, transposed, keys.data, keys.stride, memory.dqueries, width, pairs);
   const float scale = static_cast<float>(problem.scale);
   for (int64_t r = 0; r < rows.count; ++r) {
     float* to = dq + ((rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r)) * head_dim;

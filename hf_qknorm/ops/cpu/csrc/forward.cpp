@@ -12,10 +12,10 @@ struct Memory {
   int64_t width;                  // of a row of heads
   float *staged, *queries, *out;    // [LANES, width], [width, BLOCK_ROWS]
   float *scores, *keys, *values;  // [TILE_KEYS, BLOCK_ROWS], [TILE_KEYS, head_dim]
-  Factors factors;                // [TILE_KEYS / 2, width], [TILE_KEYS / 2 or width, BLOCK_ROWS]
+  Pairs pairs;  // of keys or values [TILE_KEYS / 2, width], of queries or weights [width / 2 or TILE_KEYS / 2, BLOCK_ROWS]
 
   static int64_t size(int64_t head_dim) {
-    const int64_t width = padded(head_dim), pairs = TILE_KEYS / 2 * (width + LANES) + std::max(TILE_KEYS, width) * BLOCK_ROWS;
+    const int64_t width = padded(head_dim), pairs = TILE_KEYS / 2 * width + std::max(TILE_KEYS, width) / 2 * BLOCK_ROWS;
     return (LANES + 2 * BLOCK_ROWS) * width + TILE_KEYS * (BLOCK_ROWS + 2 * head_dim) + pairs;
   }
   Memory(float* start, int64_t head_dim) : width(padded(head_dim)) {
@@ -25,8 +25,8 @@ struct Memory {
     scores = out + BLOCK_ROWS * width;
     keys = scores + BLOCK_ROWS * TILE_KEYS;
     values = keys + TILE_KEYS * head_dim;
-    factors.left = reinterpret_cast<Pair*>(values + TILE_KEYS * head_dim);
-    factors.right = factors.left + TILE_KEYS / 2 * (width + LANES);
+    pairs.left = reinterpret_cast<Pair*>(values + TILE_KEYS * head_dim);
+    pairs.right = pairs.left + TILE_KEYS / 2 * width;
   }
 };
 
@@ -58,7 +58,7 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
     const ByRow keys = load_keys<T>(problem.k, rows, first, count, head_dim, memory.keys);
     const ByRow values = load_keys<T>(problem.v, rows, first, count, head_dim, memory.values);
     multiply_heads<T, false>(
-        count, rows.width, head_dim, keys, memory.queries, BLOCK_ROWS, memory.scores, BLOCK_ROWS, memory.factors);
+        count, rows.width, head_dim, keys, memory.queries, BLOCK_ROWS, memory.scores, BLOCK_ROWS, memory.pairs);
     const Dropout* factors = problem.dropout > 0 ? &dropout : nullptr;
     weigh(problem, rows, {memory.scores, BLOCK_ROWS, first, count, factors}, softmax);
     if (!problem.bounded() && first > rows.first_key)
@@ -69,7 +69,7 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
         }
     const ByColumn transposed{values.data, values.stride};
     multiply_heads<T, true>(
-        head_dim, rows.width, count, transposed, memory.scores, BLOCK_ROWS, memory.out, BLOCK_ROWS, memory.factors);
+        head_dim, rows.width, count, transposed, memory.scores, BLOCK_ROWS, memory.out, BLOCK_ROWS, memory.pairs);
   }
   write<T>(problem, rows, softmax, memory, out, normaliser);
 }

@@ -7,10 +7,12 @@
 
 namespace hf_qknorm {
 
-#if defined(__AVX512BF16__)
-template <class T>
-constexpr bool PAIRED = std::is_same_v<T, c10::BFloat16>;
+// Memory for the pairs of the left and the right factor of a product
+struct Pairs {
+  Pair *left, *right;
+};
 
+#if defined(__AVX512BF16__)
 // Two vectors of numbers, rounded to bf16, as a vector of pairs
 inline __m512i paired(__m512 first, __m512 second) {
   const __m512i low = _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(first)));
@@ -46,29 +48,20 @@ inline ColumnsOf<Pair> pairs_of(const ByColumn& from, int64_t rows, int64_t inne
   pair_rows(from.data, from.stride, inner, rows, to);
   return {to, padded(rows)};
 }
-#else
-template <class T>
-constexpr bool PAIRED = false;
 #endif
-
-// Memory for the pairs of both factors of a product [rows, inner] by [inner, columns], whatever their order
-struct Factors {
-  Pair *left, *right;
-};
 
 // `multiply` of heads of dtype T: in bf16 both factors are rounded to it, if the CPU multiplies such numbers.
 template <class T, bool ADD, class A>
 inline void multiply_heads(int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c,
-                           int64_t c_stride, const Factors& factors) {
-  if constexpr (PAIRED<T>) {
+                           int64_t c_stride, const Pairs& pairs) {
 #if defined(__AVX512BF16__)
-    pair_rows(b, b_stride, inner, columns, factors.right);
-    const auto pairs = pairs_of(a, rows, inner, factors.left);
-    multiply<ADD>(rows, columns, (inner + 1) / 2, pairs, factors.right, columns, c, c_stride);
-#endif
-  } else {
-    multiply<ADD>(rows, columns, inner, a, b, b_stride, c, c_stride);
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    pair_rows(b, b_stride, inner, columns, pairs.right);
+    const auto left = pairs_of(a, rows, inner, pairs.left);
+    return multiply<ADD>(rows, columns, (inner + 1) / 2, left, pairs.right, columns, c, c_stride);
   }
+#endif
+  multiply<ADD>(rows, columns, inner, a, b, b_stride, c, c_stride);
 }
 
 }  // namespace hf_qknorm
