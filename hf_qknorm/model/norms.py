@@ -140,9 +140,9 @@ class HeadNorm(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> HeadNorm:
         """Move and cast parameters as PyTorch does, and move ε beside them: a graph would copy it in each call."""
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        held = next(self.parameters(), None)
-        if isinstance(self.eps, Tensor) and held is not None and held.device.type != "meta":
-            self.eps = self.eps.to(held.device)
+        if isinstance(self.eps, Tensor):
+            device = fn(torch.empty_like(self.eps)).device  # norms without parameters move too
+            self.eps = self.eps if device.type == "meta" else self.eps.to(device)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

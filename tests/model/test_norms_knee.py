@@ -74,6 +74,14 @@ def test_a_cast_leaves_eps_as_it_is(dtype: torch.dtype) -> None:
     assert module[0](draw().to(dtype)).dtype == dtype
 
 
+@pytest.mark.parametrize("gain", [True, False])
+def test_the_meta_device_leaves_eps_where_it_is(gain: bool) -> None:
+    module = make(gain=gain)
+    before = float(module.eps)
+    assert module.to("meta").eps.device.type == "cpu"
+    assert float(module.to_empty(device="cpu").eps) == before
+
+
 def test_copies_hold_their_own_eps() -> None:
     module = make()
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
