@@ -11,7 +11,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from hf_qknorm.ops.triton.architectures import HOPPER
@@ -30,9 +29,9 @@ FEWEST = 2  # programs for each processor: with fewer, the plain kernel has more
 def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> bool:
     """Whether the Gluon kernel serves a call with queries q `[B, H, T, D]`; never where the switch is off.
 
-    Raises ValueError for a switch that is neither 1 nor 0.
+    Triton's interpreter knows no Gluon. Raises ValueError for a switch that is neither 1 nor 0.
     """
-    if not switched_on() or why_not(q.device) is not None:
+    if not switched_on() or INTERPRETED or architecture(q.device) is not HOPPER or _module() is None:
         return False
     supported = visible.ranges is None and visible.sinks is None and options.window is None and not options.dropout
     halves = q.dtype in (torch.bfloat16, torch.float16)
@@ -49,29 +48,13 @@ def switched_on() -> bool:
     return value == "1"
 
 
-def why_not(device: torch.device) -> str | None:
-    """The reason why the Gluon kernel can't run on a device, or None; for the CPU, where kernels are compiled alone."""
-    if INTERPRETED:
-        return "Triton's interpreter knows no Gluon"
-    if architecture(device) is not HOPPER:
-        return "it is for Hopper, compute capability 9.0"
-    return _missing()
-
-
 @cache
-def _missing() -> str | None:
-    """What Triton lacks for the kernel, or None."""
-    try:
-        _module()
-    except (ImportError, AttributeError) as error:
-        return f"Triton {triton.__version__} lacks what it needs of Gluon, as 3.6 to 3.9 have it ({error})"
-    return None
-
-
 def _module() -> Any:
-    """The kernel's module, imported on demand: Gluon differs between versions of Triton."""
-    from hf_qknorm.ops.triton import gluon_forward
-
+    """The kernel's module, imported on demand; None where Triton lacks it: Gluon differs between its versions."""
+    try:
+        from hf_qknorm.ops.triton import gluon_forward
+    except (ImportError, AttributeError):
+        return None
     return gluon_forward
 
 
