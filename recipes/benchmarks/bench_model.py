@@ -4,7 +4,7 @@
 
 Logits and gradients are first checked against eager attention in fp64, on a small model. All models then take turns.
 With `--losses`, each one then trains from the same random weights, in bf16 autocast over fp32 weights, on the bytes of
-this repository's own files. Without a GPU the models are tiny, and their times mean nothing.
+this repository's Python files. Without a GPU the models are tiny, and their times mean nothing.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def check(size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Ver
 
 def losses(step: Step, size: Size, device: torch.device, steps: int) -> list[float]:
     """The losses of a training run in nats a byte, on the same batches for each step."""
-    files = sorted([*ROOT.glob("hf_qknorm/**/*.py"), *ROOT.glob("tests/**/*.py"), *ROOT.glob("**/*.md")])
+    files = sorted(file for folder in ("hf_qknorm", "recipes", "tests") for file in ROOT.glob(f"{folder}/**/*.py"))
     text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
     generator, found = torch.Generator().manual_seed(0), []
     model = size.build(device, torch.float32, BACKEND, step.patched)
@@ -196,12 +196,12 @@ def main(arguments: list[str] | None = None) -> int:
         rows.append([name, run.failure or f"{run.median:.1f}", peak, ratio])
     page = ["# A training step", "", f"{size}, {dtype}; {provenance([{'made': made()}])} Errors: {errors}.", ""]
     page += table(["", "ms", "MiB", "of the unpatched model's time"], rows)
-    runs_failed = any(run.failure for name, run in runs.items() if name.startswith("ours"))
+    failed = any(run.failure for name, run in runs.items() if name.startswith("ours"))
     runs.clear()  # and the models with them
     if args.losses:
         page += loss_table(size, torch.device(device), args.losses)
     publish("\n".join(page), args.output)
-    return int(runs_failed)
+    return int(failed)
 
 
 if __name__ == "__main__":

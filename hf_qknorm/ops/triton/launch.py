@@ -198,9 +198,9 @@ class LoopVariant(NamedTuple):
 def forward_variants(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[LoopVariant]:
     """The variants of the inner loop: the head's bound decides on the device which one serves it.
 
-    Without a bound (heads without norm and RoPE) there is one. Weights without a maximum don't fit fp16, and of fp32
-    they lose a bit; a sink is a logit without a bound. The polynomial is too coarse for fp32, and tanh.approx for fp16
-    too.
+    Without a bound (heads without norm and RoPE) there is one. Weights without a maximum don't fit fp16; in fp32 their
+    logits would be rounded at the size of the cap. A sink is a logit without a bound. The polynomial is too coarse for
+    fp32, and tanh.approx for fp16 too.
     """
     may_skip_maximum = dtype == torch.bfloat16 and not sinks
     if softcap is None:

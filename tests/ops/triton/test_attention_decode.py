@@ -182,10 +182,11 @@ def test_output_and_log_sum_exp(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.splits in (2, 3, 9) and case.rows <= 16], ids=str)
 def test_the_last_program_combines_as_another_launch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for roundings: the compiler may contract the sums of two kernels in different ways."""
+    """With the same bits in the interpreter; a compiler may contract the sums of two kernels in different ways."""
     force(monkeypatch, case.splits)
     call = draw(case)
-    torch.testing.assert_close(call.run_at_once(case), call.run(case))
+    tolerance = {"rtol": 0, "atol": 0} if DEVICE.type == "cpu" else {}
+    torch.testing.assert_close(call.run_at_once(case), call.run(case), **tolerance)
 
 
 def reached(call: Call, case: Case) -> Tensor:

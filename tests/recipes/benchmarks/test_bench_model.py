@@ -28,6 +28,14 @@ def test_logits_and_gradients_keep_the_budget(dtype: torch.dtype, monkeypatch: p
 
 
 @pytest.mark.skipif(NATIVE, reason="takes a minute on a GPU")
+def test_the_losses_fall_for_each_model() -> None:
+    for step in bench_model.PLAIN:
+        found = bench_model.losses(step, SIZE, DEVICE, 20)
+        assert len(found) == 20
+        assert sum(found[-5:]) < sum(found[:5])
+
+
+@pytest.mark.skipif(NATIVE, reason="takes a minute on a GPU")
 def test_the_page_has_every_way_to_train(tmp_path) -> None:
     assert bench_model.main(["--output", str(tmp_path / "step.md")]) == 0
     lines = [line for line in (tmp_path / "step.md").read_text().splitlines() if line.endswith("|")][2:]
