@@ -22,14 +22,15 @@ none, and change nothing else there.) The sensitivity to the rate is that of
 Wortsman et al. 2023 (arXiv 2309.14322): the mean over the rates of min(loss, loss before training) minus the best loss.
 The loss before training, like those during it, is over the first of the 16 held-out batches alone (with `--size gpu`,
 the first 2 of 8).
-Faults happen at half of the run, at the third rate: a batch of random tokens, or five steps at twice the rate. The fall
+Faults happen at half of the run, at the middle rate: a batch of random tokens, or five steps at twice the rate. The fall
 is the largest held-out loss of the next 20 steps minus that at the fault. A run came back if it ends at most 0.02 nats
 above the same run without the fault.
 
 An arm that is "opened and removed" raises its knee to infinity in the last quarter of the run, and is judged as the
 plain model, after `remove_norms`. `--size real` is for a model of 135 M parameters on a CPU, in 60 steps of 4×256
 tokens: its plan, fixed before the runs, is SmolLM2 on Shakespeare at 1e-4, 1e-3 and 3e-3, with AdamW and Muon, two
-seeds.
+seeds. `--size real-long` has 200 steps, and asks whether 60 were too few: its plan, fixed before the runs, has the same
+text, rates and seeds; its order is AdamW at 1e-4, then at 1e-3, then the rest.
 
 `--size gpu` first trains a Llama of 60 M parameters on the known text unless a checkpoint is given, and then takes 79 M
 tokens per run; it has not been run yet. With `--minutes` the recipe stops in time and continues when it is called
@@ -225,7 +226,7 @@ def write(plan: Plan, runs: Runs, tau: float, means: dict[float, float]) -> str:
         question,
         setting,
         rules,
-        *([real] if options.size == "real" else []),
+        *([real] if options.size.startswith("real") else []),
         about,
     ]
     lines = [line for paragraph in [*top, *([counted] if ngrams else []), provenance(runs.used)]

@@ -74,11 +74,13 @@ ARMS = {
     "qk_norm_cap, ones": Arm("ones"),
     "qk_norm_cap, knee": Arm("knee"),
     "qk_norm_cap, knee lowered": Arm("knee", schedule=LOWERED),
+    "qk_norm, knee": Arm("norms"),
     "qk_norm, opened and removed": Arm("norms", schedule=OPENED),
     "QK-Clip 30": Arm(optimizer=partial(qk_clip, threshold=30.0)),
     "QK-Clip 100": Arm(optimizer=partial(qk_clip, threshold=100.0)),
     "Muon": Arm(optimizer=partial(muon, threshold=None)),
     "Muon, QK-Clip 100": Arm(optimizer=partial(muon, threshold=100.0)),
+    "Muon, knee": Arm("knee", partial(muon, threshold=None)),
     "Muon, knee lowered": Arm("knee", partial(muon, threshold=None), schedule=LOWERED),
     "QuacK": Arm(optimizer=quack),
 }

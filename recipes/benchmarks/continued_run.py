@@ -55,6 +55,7 @@ SIZES = {
     "quick": Size(6, 2, 32, warmup=2, look=2, looked=1, judged=1, judging=2, layers=1, width=64, base=3),
     "cpu": Size(300, 4, 128, warmup=30, look=25, looked=1, judged=16),
     "real": Size(60, 4, 256, warmup=6, look=10, looked=1, judged=4, judging=4),  # of 135 M parameters, on a CPU
+    "real-long": Size(200, 4, 256, warmup=20, look=25, looked=1, judged=8, judging=4),
     "gpu": Size(
         1200, 64, 1024, warmup=100, look=50, looked=2, judged=8, judging=32,
         characters=400_000_000, layers=12, width=640, base=1200,
