@@ -9,7 +9,8 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -247,8 +248,19 @@ def _raise(error: Exception) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(machine):
+@pytest.mark.parametrize("starting", [True, False], ids=["compiler starts", "compiler runs"])
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(starting, machine, monkeypatch):
+    begun, execute = Event(), subprocess.Popen._execute_child
+
+    def wait_and_execute(*arguments: Any) -> None:
+        begun.set()
+        sleep(0.2)  # the pipes are open
+        execute(*arguments)
+
+    assert build.name()
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", wait_and_execute)
     assert build.why_not_built(wait=False) == build.COMPILING
+    assert not starting or begun.wait(timeout=10)
     child = os.fork()
     if not child:
         os._exit(build.why_not_built() is not None)
@@ -300,4 +312,17 @@ def test_a_failed_build_is_remembered_until_its_report_is_deleted(machine, caplo
     machine.fault.unlink()
     build._report().unlink()
     assert build.why_not_built() is None
+    assert machine.count() == 2
+
+
+def test_a_library_ends_the_reports_of_other_copies(machine, monkeypatch):
+    machine.fault.write_text("echo an error of the code >&2; exit 1")
+    assert build.why_not_built() is not None
+    machine.fault.unlink()
+    forget()
+    with monkeypatch.context() as copy:
+        copy.setattr(build, "_report", lambda: build.folder() / f"{build.name()}.copy.txt")
+        assert build.why_not_built() is None
+    forget()
+    assert build.why_unavailable() is None
     assert machine.count() == 2

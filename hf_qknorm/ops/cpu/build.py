@@ -26,6 +26,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import RLock
 from typing import Any, Final
 
 import torch
@@ -45,7 +46,6 @@ VECTORS: Final = {
 }
 MOST_COMPILERS: Final = 4  # at once, each with up to a gigabyte of memory
 COMPILERS: Final = ("c++", "g++", "clang++")
-_CAPTURED: Final[dict[str, Any]] = {"capture_output": True, "text": True, "errors": "replace"}
 # In messages of a compiler that was killed, or had too little memory or disk space
 _TEMPORARY: Final = ("No space left", "Cannot allocate memory", "out of memory", "Killed", "terminated")
 _PREFIX: Final = "hf_qknorm_cpu_"
@@ -156,7 +156,8 @@ def _command(*files: str) -> list[str]:
 
 @cache
 def _digest() -> str:
-    version = subprocess.run([*_compiler(), "--version"], check=False, **_CAPTURED).stdout
+    with _start([*_compiler(), "--version"]) as job:
+        version, _ = job.communicate()
     versions = [torch.__version__, str(torch.version.git_version), *platform.libc_ver(), version]
     found = sha256("\0".join([*versions, *_compiler()[1:], *_flags()]).encode())
     for file in sorted(SOURCES.iterdir()):
@@ -256,6 +257,8 @@ def _build() -> str | None:
                 store_text(_report(), f"{reason}\n{error.stderr}")
             return reason
     logger.warning("The attention kernels for this CPU are compiled")
+    for report in folder().glob(f"{name()}.*.txt"):  # of copies of the same torch that lack a header
+        report.unlink(missing_ok=True)
     remove_unused(_FILES)
     return None
 
@@ -268,20 +271,24 @@ def _compile(library: Path) -> None:
     most = min(len(os.sched_getaffinity(0)), MOST_COMPILERS)
     with TemporaryDirectory() as folder, ExitStack() as started:
         objects, jobs = [], deque[subprocess.Popen[str]]()
-        for source in sorted(SOURCES.glob("*.cpp"), key=_size, reverse=True):
+        for source in sorted(SOURCES.glob("*.cpp"), key=lambda file: file.stat().st_size, reverse=True):
             if len(jobs) == most:
                 _finish(jobs.popleft())
             objects.append(f"{folder}/{source.stem}.o")
-            command = _command("-c", str(source), "-o", objects[-1])
-            job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
-            jobs.append(started.enter_context(job))
+            jobs.append(started.enter_context(_start(_command("-c", str(source), "-o", objects[-1]))))
         while jobs:
             _finish(jobs.popleft())
-        subprocess.run(_command(*objects, "-o", str(library)), check=True, **_CAPTURED)
+        _finish(started.enter_context(_start(_command(*objects, "-o", str(library)))))
 
 
-def _size(file: Path) -> int:
-    return file.stat().st_size
+_STARTING: Final = RLock()  # a signal's handler may fork in the thread that holds it
+os.register_at_fork(before=_STARTING.acquire, after_in_parent=_STARTING.release, after_in_child=_STARTING.release)
+
+
+def _start(command: list[str]) -> subprocess.Popen[str]:
+    """Start a compiler. No other thread forks meanwhile: its child would hold the pipes open that this waits at."""
+    with _STARTING:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
 
 
 def _finish(job: subprocess.Popen[str]) -> None:
