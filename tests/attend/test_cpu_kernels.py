@@ -67,7 +67,7 @@ def forget() -> None:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNamespace]:
     """A machine without a library. Its linker copies that of this machine, and leaves a line in `calls`."""
     real = build._library()
     build.overload("attend")  # the real operator stands for the copy's
@@ -81,7 +81,9 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(library_file, "CDLL", lambda path: Path(path).stat())
     forget()
-    return SimpleNamespace(fault=fault, count=lambda: len(calls.read_text()) // 2 if calls.exists() else 0)
+    yield SimpleNamespace(fault=fault, count=lambda: len(calls.read_text()) // 2 if calls.exists() else 0)
+    if build._compilation.cache_info().currsize:  # a test that failed leaves it at work, which would write outside
+        build._compilation().exception()
 
 
 def test_a_cpu_takes_them():
