@@ -119,6 +119,8 @@ def structure(
     window, is_causal, boundaries = map(arguments.get, ("sliding_window", "is_causal", "cu_seq_lens_q"))
     queries, keys = query.shape[2], key.shape[2]
     tokens = None
+    if mask is not None and mask.dtype == torch.int32:
+        _check_ranges(mask, queries, keys)
     if mask is not None and is_padded_ranges(mask):
         mask, tokens = mask[..., : 2 * queries].reshape(-1, 1, queries, 2), mask[:, 0, 0, 2 * queries :]
     if mask is not None and is_ranges(mask):  # these include causality, window and padding
@@ -135,6 +137,13 @@ def structure(
     if arguments.get("position_bias") is not None:
         return _biased(seen, queries, None if tokens is None else tokens[:, :keys], arguments["position_bias"])
     return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
+
+
+def _check_ranges(mask: Tensor, queries: int, keys: int) -> None:
+    """Raise ValueError for a mask in int32 of another form than ranges, with or without padding."""
+    rows, width = (queries, 2) if is_ranges(mask) else (1, 2 * queries + keys)
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != rows or mask.shape[3] < width:
+        raise ValueError(f"the mask must be boolean or of floating point, got {mask.dtype} {list(mask.shape)}")
 
 
 def _is_causal(module: nn.Module) -> bool:
@@ -178,7 +187,8 @@ def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:
     before = nn.functional.pad(tokens.cumsum(-1), (1, 0))
     places = seen.ranges.flatten(1).clamp_max(tokens.shape[1]).long()
     ranges = before.gather(-1, places).view(seen.ranges.shape).to(torch.int32)
-    key, value = (x.take_along_dim(order[:, None, :, None], 2) for x in (seen.key, seen.value))
+    index = order[:, None, :, None]  # take_along_dim would fix the length of a traced graph
+    key, value = (x.gather(2, index.expand(*x.shape[:2], -1, x.shape[3])) for x in (seen.key, seen.value))
     return seen._replace(key=key, value=value, ranges=ranges, order=order)
 
 

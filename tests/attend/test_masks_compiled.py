@@ -13,13 +13,14 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from transformers import masking_utils
 
+from hf_qknorm import patch_model
 from hf_qknorm.attend.calls import is_padded_ranges, structure
 from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.ops import reference
 from qknorm_tests.covering import covering
 from qknorm_tests.mask_cases import HOLES, PADDING, config, create, even, transformers_own
 from qknorm_tests.random_qkv import make_qkv
-from qknorm_tests.tables import assert_near
+from qknorm_tests.tables import assert_near, sharp_model
 
 pytestmark = [
     pytest.mark.costly,
@@ -89,3 +90,17 @@ def test_a_gap_that_a_trace_did_not_expect_is_refused():
 
     with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
         torch.compile(build, fullgraph=True, backend="aot_eager")()
+
+
+@torch.no_grad()
+def test_an_exported_model_with_padding_takes_other_lengths():
+    model = patch_model(sharp_model("llama"), "qk_norm_cap").eval()
+    tokens, mask = torch.randint(64, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
+    mask[0, :3], mask[1, 5:7] = 0, 0
+    length = torch.export.Dim("length", min=2, max=32)
+    shapes = {"input_ids": {1: length}, "attention_mask": {1: length}, "use_cache": None}
+    given = {"input_ids": tokens[:, 4:].clone(), "attention_mask": mask[:, 4:].clone(), "use_cache": False}
+    exported = torch.export.export(model, (), given, dynamic_shapes=shapes).module()
+    given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
+    got, expected = (each(**given).logits[mask.bool()] for each in (exported, model))
+    assert_near(got, expected, 1e-5)
