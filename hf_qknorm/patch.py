@@ -156,7 +156,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     if patched:
         return model
     if not isinstance(model, QKNormModel):
-        raise ValueError(f"{type(model).__name__} is not patched: there is no scheme to remove")
+        inner = ": unpatch the model inside, once adapters are merged" if patched_layers(model) else ""
+        raise ValueError(f"{type(model).__name__} is not patched{inner or ': there is no scheme to remove'}")
     if not model.config.scheme.pre_norm:
         raise ValueError(
             "the scheme folded the norm before attention into the projections (pre_norm=False), which can't be undone: "
@@ -222,6 +223,11 @@ def _require_bare(model: Any) -> None:
     if isinstance(model, QKNormModel):
         raise ValueError(
             f"this model is patched already ({model.config.scheme}): call unpatch_model before you patch it again"
+        )
+    if patched_layers(model) and not any(isinstance(module, QKNormModel) for module in model.modules()):
+        raise ValueError(
+            "the attention layers of this model are watched, as after an exception in a step that a LogitMonitor "
+            "samples: call its close() before you patch the model"
         )
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ValueError("this model has adapters: patch it first, then add them (or merge them before patching)")

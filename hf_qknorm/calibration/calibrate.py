@@ -11,8 +11,21 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.checks import check_inputs, check_supported, scheme_of
-from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
-from hf_qknorm.calibration.knees import EXPORT_KNEE, KNEES, restored_attention, search_knee, search_outputs, sharpen
+from hf_qknorm.calibration.gains import (
+    ClosedFormGains,
+    expected_powers,
+    named_norms,
+    rescale_folded_weights,
+)
+from hf_qknorm.calibration.knees import (
+    EXPORT_KNEE,
+    KNEES,
+    rescaled_copies,
+    restored_attention,
+    search_knee,
+    search_outputs,
+    sharpen,
+)
 from hf_qknorm.export.targets import find_target
 from hf_qknorm.export.transforms import own_eps
 from hf_qknorm.files.formatting import shorten
@@ -91,7 +104,8 @@ def calibrate(
     With `exportable` the knee is fixed, by default at 16, and each ε is the nearest one that is the model's own eps
     times a power of 4: `export_native` then only changes exponents, and a Qwen3 has the same bits, also in 16 bits.
 
-    A PEFT model is calibrated with its adapters in place, and its trained copies of the norms are set. With
+    A PEFT model is calibrated with its adapters in place, and the copies of the norms that they train are set. Other
+    copies take the knee, with gains rescaled as by `set_knee`. With
     DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
     with the same data; the ranks divide the pass and end with the same gains. A model on one process is calibrated by
     that process alone. After an exception the norms are as before. `save_pretrained` writes the report beside the
@@ -119,7 +133,7 @@ def calibrate(
     batches = batches_for(bare, data, tokenizer, labels=masked, **cut)
     sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
     cap = bare.config.attn_logit_softcapping or CAP
-    with restored_attention(bare, only_on_error=True):
+    with restored_attention(bare, only_on_error=True), rescaled_copies(bare):
         chosen: dict[str, Any] = {"method": method, "knee": knee, "limit": max_loss_increase, "align_to": align_to}
         fresh, tried = _set_norms(bare, sample, ranks, **chosen)
         compared = evaluate(bare, sample.held_out, cap, ranks)

@@ -57,6 +57,8 @@ class NormSums:
     """
 
     def __init__(self, norm: HeadNorm, knees: Sequence[float], expected: float) -> None:
+        if not math.isfinite(expected):
+            raise ValueError(f"the inputs of a norm have a mean |x|ᵖ of {expected}: are the model's weights finite?")
         self.norm, self.power = norm, Mean()
         self.floor = norm.scheme_eps ** (norm.order / 2)
         self.grid = torch.tensor([self.floor], dtype=torch.float64)

@@ -16,7 +16,8 @@ from transformers.utils import ModelOutput
 from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms
 from hf_qknorm.measure.distributed import Batches, reshard
 from hf_qknorm.measure.predictions import output_error, predictions
-from hf_qknorm.model.knees import apply_knee
+from hf_qknorm.model.attention import evaluating, every_norm
+from hf_qknorm.model.knees import apply_knee, record_powers, scale_gain
 from hf_qknorm.reports.records import Prediction
 
 logger = logging.getLogger(__name__)
@@ -151,31 +152,45 @@ def sharpen(model: Any) -> None:
 
 
 @contextmanager
+def rescaled_copies(model: Any) -> Iterator[None]:
+    """Rescale the gains of PEFT's inactive copies of the norms when a calibration has set another knee."""
+    active = {*named_norms(model).values()}
+    others = [norm for norm in every_norm(model) if norm not in active and norm.weight is not None]
+    before = [(float(norm.eps), norm.sharpness, norm.mean_power() if norm.knee else None) for norm in others]
+    yield
+    for norm, (eps, sharpness, power) in zip(others, before, strict=True):
+        if (power := norm.mean_power() if norm.knee else power) is not None:
+            factor = norm.divisor(power, float(norm.eps), norm.sharpness) / norm.divisor(power, eps, sharpness)
+            scale_gain(norm, factor)
+
+
+@contextmanager
 def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
     """Restore a patched model's norms on exit, or with `only_on_error` after an exception only.
 
     The model is in eval mode for the duration.
     """
     reshard(model)
-    training = model.training
-    model.eval()
-    scheme, norms = model.config.scheme, named_norms(model)
-    powers = {key: norm.mean_power() if norm.knee else 1.0 for key, norm in norms.items()}
-    values = [(p, p.detach().clone()) for norm in norms.values() for p in norm.parameters()]
-    rests = [(norm, norm._buffers.get("rest")) for norm in norms.values()]  # of gains in 16 bits, see `set_knee`
+    scheme, norms = model.config.scheme, every_norm(model)
+    powers = [(norm, norm.mean_power() if norm.knee else 1.0) for norm in norms]
+    values = [(p, p.detach().clone()) for norm in norms for p in norm.parameters()]
+    rests = [(norm, norm._buffers.get("rest")) for norm in norms]  # of gains in 16 bits, see `set_knee`
     restore = True
-    try:
-        yield
-        restore = not only_on_error
-    finally:
-        if restore:
-            reshard(model)
-            apply_knee(model, scheme.knee, powers, scheme.sharpness)
-            with torch.no_grad():
-                for parameter, value in values:
-                    parameter.copy_(value)
-            for norm, rest in rests:
-                norm._buffers.pop("rest", None)
-                if rest is not None:
-                    norm.register_buffer("rest", rest, persistent=False)
-        model.train(training)
+    with evaluating(model):
+        try:
+            yield
+            restore = not only_on_error
+        finally:
+            if restore:
+                reshard(model)
+                apply_knee(model, scheme.knee, dict.fromkeys(named_norms(model), 1.0), scheme.sharpness)
+                for norm, power in powers:
+                    norm.set_knee(scheme.knee, power)
+                record_powers(model)
+                with torch.no_grad():
+                    for parameter, value in values:
+                        parameter.copy_(value)
+                for norm, rest in rests:
+                    norm._buffers.pop("rest", None)
+                    if rest is not None:
+                        norm.register_buffer("rest", rest, persistent=False)

@@ -25,7 +25,7 @@ from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
 from hf_qknorm.measure.regroup import divided
-from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
@@ -184,13 +184,12 @@ def _knee_trials(
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Eval mode for the duration, without warnings: trials patch the model and undo it, so no one can act on them."""
     logger = logging.getLogger("hf_qknorm")
-    training, level = model.training, logger.level
-    model.eval()
+    level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with evaluating(model):
+            yield
     finally:
-        model.train(training)
         logger.setLevel(level)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache, partial, wraps
 from types import ModuleType
 from typing import Any
@@ -87,6 +89,18 @@ def require_patched(model: Any) -> dict[str, QKNormAttention]:
     )
 
 
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Eval mode for the duration; each module then has its own mode again."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
     """The scheme's norms in the layer by their names in `NORM_FIELDS`.
 
@@ -100,3 +114,9 @@ def norm_copies(layer: QKNormAttention) -> dict[str, list[HeadNorm]]:
     """The scheme's norms in the layer by name, each with the copies of PEFT's adapters."""
     modules = {name: layer.get_submodule(name).modules() for name in head_norms(layer)}
     return {name: [m for m in copies if isinstance(m, HeadNorm)] for name, copies in modules.items()}
+
+
+def every_norm(model: nn.Module) -> list[HeadNorm]:
+    """The scheme's norms in a patched model, with the copies of PEFT's adapters."""
+    layers = patched_layers(model).values()
+    return [norm for layer in layers for copies in norm_copies(layer).values() for norm in copies]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -47,12 +48,21 @@ class KneeStateDict(nn.Module):
             state[key] = DTensor.from_local(local, mesh, [Replicate()] * mesh.ndim, run_check=False)
         return state
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_knee(destination, prefix, self.scheme.knee)
+
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as PyTorch does. An eps of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too.
+        """Load as PyTorch does, with the knee of the weights if both have one and the state dict's metadata tell it.
+
+        An eps of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too.
 
         The config forgets its powers, which may belong to another calibration: the next save writes the weights' own.
         """
-        *_, errors = args
+        metadata, *_, errors = args
+        if (knee := saved_knee(metadata, self.scheme.knee)) != self.scheme.knee:
+            self.scheme = dataclasses.replace(self.scheme, knee=knee)
+            self.config.set_scheme(self.scheme)
         for key in _eps_keys(state_dict, prefix):
             self.config.qk_norm_powers = None
             if not self.scheme.knee:
@@ -62,6 +72,18 @@ class KneeStateDict(nn.Module):
                 )
         load: Any = super()._load_from_state_dict
         load(state_dict, prefix, *args)
+
+
+def save_knee(state: Any, prefix: str, knee: float) -> None:
+    """Write a module's knee into a state dict's metadata, which `torch.save` keeps: ε alone does not tell it."""
+    metadata = getattr(state, "_metadata", {}).get(prefix[:-1])
+    if metadata is not None and knee:
+        metadata["knee"] = knee
+
+
+def saved_knee(metadata: Any, knee: float) -> float:
+    """The knee in a module's metadata; its present one without, and for a module without a knee."""
+    return float(metadata.get("knee", knee)) if knee else knee
 
 
 def _eps_keys(state: Any, prefix: str) -> list[str]:

@@ -33,10 +33,11 @@ WRAPPERS: Final = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_
 Powers = Mapping[tuple[str, str], float]  # the mean |x|ᵖ of a norm's inputs, by the names of its layer and of the norm
 
 
-def apply_knee(model: Any, knee: float, powers: Powers, sharpness: int | None = None) -> None:
+def apply_knee(model: Any, knee: float, powers: Powers | None = None, sharpness: int | None = None) -> None:
     """Set the knee of a patched model's norms, in place, and record it in layers and config. Gains don't change.
 
-    The sharpness stays as it is if it is None.
+    Without `powers` each norm keeps its own mean, as does each of PEFT's copies of it: an adapter's file has ε. The
+    sharpness stays as it is if it is None.
 
     Raises ValueError, before anything changes, for a knee that the scheme can't have, and a power that is negative or
     not finite.
@@ -47,7 +48,7 @@ def apply_knee(model: Any, knee: float, powers: Powers, sharpness: int | None = 
         for name, layer in layers.items()
     }
     norms = [
-        (norm, powers[name, norm_name], schemes[name].sharpness)
+        (norm, norm.mean_power() if powers is None else powers[name, norm_name], schemes[name].sharpness)
         for name, layer in layers.items()
         for norm_name, copies in norm_copies(layer).items()
         for norm in copies
@@ -138,18 +139,17 @@ def set_knee(model: nn.Module, knee: float) -> None:
         return
     check_gains(layers)
     dataclasses.replace(next(iter(layers.values())).scheme, knee=knee)  # raises for an invalid knee
-    powers = powers_of(model)
     scaled: list[tuple[HeadNorm, float]] = []
-    for name, layer in layers.items():
-        factors = {n: _factor(norm, powers[name, n], knee) for n, norm in head_norms(layer).items()}
+    for layer in layers.values():
         copies = norm_copies(layer)
-        if copies.keys() >= {"q_norm", "k_norm"} and copies["k_norm"][0].weight is None:
-            factors["q_norm"] *= factors["k_norm"]
-        scaled += [(norm, factors[n]) for n, norms in copies.items() for norm in norms if norm.weight is not None]
+        bare_keys = [norm for norm in copies.get("k_norm", ()) if norm.weight is None]
+        for name, norms in copies.items():
+            others = math.prod(_factor(norm, knee) for norm in bare_keys[:1]) if name == "q_norm" else 1.0
+            scaled += [(norm, _factor(norm, knee) * others) for norm in norms if norm.weight is not None]
     _check_range(scaled)
-    apply_knee(model, knee, powers)
+    apply_knee(model, knee)
     for norm, factor in scaled:
-        _scale_gain(norm, factor)
+        scale_gain(norm, factor)
 
 
 def knee_of(model: nn.Module) -> float:
@@ -170,7 +170,7 @@ def record_loaded_knee(model: Any, knee: float) -> None:
     for layer in patched_layers(model).values():
         for norm in chain(*norm_copies(layer).values()):
             norm.knee = knee
-    apply_knee(model, knee, powers_of(model) if knee else defaultdict(float))
+    apply_knee(model, knee, None if knee else defaultdict(float))
 
 
 def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,24 +221,28 @@ def _check_range(scaled: list[tuple[HeadNorm, float]]) -> None:
             )
 
 
-def _factor(norm: HeadNorm, power: float, knee: float) -> float:
-    """The factor on a gain that keeps the length of a vector of mean |x|ᵖ `power` at another knee."""
+def _factor(norm: HeadNorm, knee: float) -> float:
+    """The factor on a gain that keeps the length of a vector of the calibration's mean |x|ᵖ at another knee."""
+    power = norm.mean_power()
     return norm.keeping_gain(knee, power) / norm.keeping_gain(norm.knee, power)
 
 
-def _scale_gain(norm: HeadNorm, factor: float) -> None:
+@torch.no_grad()
+def scale_gain(norm: HeadNorm, factor: float) -> None:
     """Multiply the norm's gain; while there is a knee, the buffer `rest` holds the product's rounding error in 16 bits.
 
-    Without it, the errors of many small steps would add up to several units in the last place.
+    Without it, the errors of many small steps would add up to several units in the last place. It is of no use to
+    gains that were loaded or calibrated since: these are not their sum with it, rounded.
     """
-    weight: Any = norm.weight
+    weight, rest = norm.weight, norm._buffers.pop("rest", None)
+    assert weight is not None
     if weight.dtype.itemsize > 2:
         weight.mul_(factor)
         return
-    rest: Any = norm._buffers.get("rest")
-    exact = (weight.float() if rest is None else weight.float() + rest) * factor
+    exact = weight.float()
+    if rest is not None:
+        exact = torch.where((exact + rest).to(weight.dtype) == weight, exact + rest, exact)
+    exact = exact * factor
     weight.copy_(exact)
     if norm.knee:
         norm.register_buffer("rest", exact - weight.float(), persistent=False)
-    elif rest is not None:
-        del norm.rest

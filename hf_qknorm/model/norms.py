@@ -8,8 +8,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 
-from hf_qknorm.model.knee_state_dict import local_tensor
+from hf_qknorm.model.knee_state_dict import local_tensor, save_knee, saved_knee
 from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import smooth_maximum
@@ -101,10 +102,13 @@ class HeadNorm(nn.Module):
 
     def keeping_gain(self, knee: float, power: float) -> float:
         """Return the gain with which this knee keeps the length of vectors of mean |x|ᵖ `power`."""
-        half = self.order / 2
+        eps = (self.scheme_eps ** (self.order / 2) + knee * power) ** (2 / self.order)
+        return self.divisor(power, eps, self.scheme_sharpness if knee else 1)
+
+    def divisor(self, power: float, eps: float, sharpness: int) -> float:
+        """Return the number that the norm with this ε and sharpness divides a vector of mean |x|ᵖ `power` by."""
         mean = torch.tensor(power, dtype=torch.float64)
-        sharpness = self.scheme_sharpness if knee else 1
-        size = float(smooth_maximum(mean, self.scheme_eps**half + knee * power, sharpness))
+        size = float(smooth_maximum(mean, eps ** (self.order / 2), sharpness))
         return (size * (self.head_dim if NORMS[self.norm].summed else 1)) ** (1 / self.order)
 
     @torch.no_grad()
@@ -121,7 +125,8 @@ class HeadNorm(nn.Module):
         if isinstance(self.eps, Tensor):
             self.eps.fill_(eps)
         else:
-            self.eps = torch.full((), eps, dtype=torch.float32, device="cpu")
+            with torch.inference_mode(False):  # for training afterwards
+                self.eps = torch.full((), eps, dtype=torch.float32, device="cpu")
 
     def expect_eps(self) -> None:
         """Let a loader find the ε in the weights, by a buffer of that name, which nothing computes with."""
@@ -147,13 +152,15 @@ class HeadNorm(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        save_knee(destination, prefix, self.knee)
         destination.pop(f"{prefix}eps", None)  # of `expect_eps`
         if self.knee:
             destination[f"{prefix}eps"] = self.eps
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load as PyTorch does, and take the ε of a knee."""
-        _, _, missing, _, errors = args
+        metadata, _, missing, _, errors = args
+        self.knee = saved_knee(metadata, self.knee)
         self._buffers.pop("eps", None)
         stored = state_dict.get(f"{prefix}eps") if self.knee else None
         if stored is not None and not stored.is_meta:
@@ -249,7 +256,9 @@ def active_copy(module: Any) -> nn.Module | None:
 def is_unhooked(module: nn.Module) -> bool:
     """Whether calling the module runs its class's `forward`, after what `run_pre_hooks` runs, and nothing else."""
     hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return not any(hooks) and not module._forward_pre_hooks_with_kwargs and "forward" not in vars(module)
+    if any(hooks) or module._forward_pre_hooks_with_kwargs or "forward" in vars(module):
+        return False
+    return not _has_any_global_hook()  # type: ignore[no-untyped-call]
 
 
 def run_pre_hooks(module: nn.Module, x: Tensor) -> Tensor:

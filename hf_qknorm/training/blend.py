@@ -7,18 +7,21 @@ the scheme. The cap moves in quarters of b, because torch.compile compiles a pro
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any, Literal
 
 from torch import nn
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.model.attention import QKNormAttention, norm_copies, require_patched
+from hf_qknorm.model.adapters import is_adapted
+from hf_qknorm.model.attention import QKNormAttention, every_norm, norm_copies, require_patched
 from hf_qknorm.model.install import end_blend, start_blend
-from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.training.schedule import Schedule
+
+logger = logging.getLogger(__name__)
 
 CAP_LEVELS = 4
 Shape = Literal["linear", "cosine"]
@@ -75,6 +78,15 @@ class _BlendSchedule(Schedule):
             raise ValueError(f'shape={shorten(shape)}: expected "linear" or "cosine"')
         self.shape = shape
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if state.is_world_process_zero and is_adapted(kwargs["model"]):
+            logger.warning(
+                "an adapter's checkpoint does not hold the %s of the base model: until it is 1, load a checkpoint by "
+                "resuming this run, and not by PeftModel.from_pretrained",
+                self.noun,
+            )
+
     def at(self, step: int, steps: int, start: float = 0.0) -> float:
         """The blend before step `step` (the first is 0) of a run of `steps` that begins with the blend `start`."""
         return self.path(self.done(step, steps), start)
@@ -125,14 +137,14 @@ class BlendSchedule(_BlendSchedule):
         >>> trainer.add_callback(schedule)
 
     Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an unknown `shape`; when training begins,
-    for a second BlendSchedule, and for what `set_blend` refuses.
+    for a second BlendSchedule, `load_best_model_at_end`, and what `set_blend` refuses.
     """
 
     noun = "blend"
     put = staticmethod(set_blend)
 
     def loaded(self, model: nn.Module) -> float | None:
-        blends = [norm.loaded_blend for norm in _norms(model)]
+        blends = [norm.loaded_blend for norm in every_norm(model)]
         return None if None in blends else next(iter(blends), None)
 
 
@@ -146,7 +158,7 @@ class CapSchedule(_BlendSchedule):
         [0.0, 0.146, 0.5, 1.0]
 
     Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an unknown `shape`; when training begins,
-    for a second CapSchedule, and for what `set_cap` refuses.
+    for a second CapSchedule, `load_best_model_at_end`, and what `set_cap` refuses.
     """
 
     noun = "cap's blend"
@@ -157,16 +169,12 @@ def _config(model: nn.Module) -> Any:
     return next(iter(require_patched(model).values())).config
 
 
-def _norms(model: nn.Module) -> Iterator[HeadNorm]:
-    return chain(*(chain(*norm_copies(layer).values()) for layer in require_patched(model).values()))
-
-
 def _blend_of(model: nn.Module) -> float | None:
     """The blend of a patched model, None outside of one. Without norms it is read off the cap, in quarters."""
     config = _config(model)
     if config.qk_norm_blend is None:
         return None
-    if (blend := next((norm.blend for norm in _norms(model) if norm.blend is not None), None)) is not None:
+    if (blend := next((norm.blend for norm in every_norm(model) if norm.blend is not None), None)) is not None:
         return float(blend)
     caps = (_own_cap(config), config.scheme.softcap, config.qk_norm_blend["softcap"])
     own, present, end = (1 / cap if cap else 0.0 for cap in caps)

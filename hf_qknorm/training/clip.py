@@ -106,7 +106,7 @@ class QKClip(TrainerCallback):
         Raises RuntimeError if a layer is no longer observed.
         """
         for name, layer in self.layers.items():
-            if self.observers[name] not in layer.observers:
+            if self.observers[name] not in getattr(layer, "observers", ()):  # unpatched layers have none
                 raise RuntimeError(f"{name} is not watched: another observer replaced QKClip's, or remove() was called")
         clipped = {}
         for name, largest in self._gathered().items():

@@ -14,6 +14,7 @@ from typing import Any, Final
 from torch import nn
 from transformers import TrainerState, TrainingArguments
 
+from hf_qknorm.model.adapters import is_adapted
 from hf_qknorm.model.attention import require_patched
 from hf_qknorm.model.knees import NO_NORM, check_gains, knee_of, record_loaded_knee, set_knee
 from hf_qknorm.training.schedule import Schedule
@@ -111,13 +112,8 @@ def _check_run(args: TrainingArguments, model: nn.Module) -> None:
             "DeepSpeed steps copies of the weights in fp32, and would overwrite the gains that KneeSchedule rescales: "
             "use DDP or FSDP 2, or set_knee(model, 0) before training"
         )
-    if any(hasattr(module, "peft_config") for module in model.modules()):
+    if is_adapted(model):
         raise ValueError(
             "an adapter's checkpoint does not hold the knee of the base model, which KneeSchedule changes: "
             "set_knee(model, 0) before the adapter is added, and save that model as its base"
-        )
-    if args.load_best_model_at_end:
-        raise ValueError(
-            "load_best_model_at_end loads weights for another knee than the one that KneeSchedule has set: "
-            "leave it out, and load trainer.state.best_model_checkpoint by from_pretrained"
         )

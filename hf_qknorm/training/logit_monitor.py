@@ -68,7 +68,7 @@ class LogitMonitor(TrainerCallback):
         self.last: LogitSample | None = None
         self._trainer: Trainer | None = None
         self._sampler: LogitSampler | None = None
-        self._opened = False
+        self._opened = self._running = False
         self._warned: dict[tuple[str, str], set[int]] = {}  # heads outside the limits, by layer and limit
 
     def attach(self, trainer: Trainer) -> LogitMonitor:
@@ -95,16 +95,18 @@ class LogitMonitor(TrainerCallback):
         self._finish(sampler, step)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._stop()
+        self.close()
         if args.n_gpu > 1:
             raise ValueError(f"LogitMonitor does not support nn.DataParallel ({args.n_gpu} GPUs): start with torchrun")
         if self._trainer is None and args.report_to:
             logger.warning(f"{args.report_to} get no numbers from LogitMonitor: use LogitMonitor(...).attach(trainer)")
+        again = self._running and args.auto_find_batch_size  # the run ended for lack of memory, and starts anew
         self._opened = False
-        self._open(state.global_step, resumed=state.global_step > 0)
+        self._open(state.global_step, resumed=state.global_step > 0 or again)
+        self._running = True
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        self._stop()
+        self.close()
         if (state.global_step + 1) % self.every == 0:
             self._sampler = LogitSampler(kwargs["model"], self.rows, training=True, compiled=args.torch_compile)
 
@@ -113,7 +115,7 @@ class LogitMonitor(TrainerCallback):
             self._sampler.read_gradients()
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        sampler = self._stop()
+        sampler = self.close()
         sample = None if sampler is None else self._finish(sampler, state.global_step)
         if sample is None:
             return
@@ -125,10 +127,14 @@ class LogitMonitor(TrainerCallback):
         control.should_log = due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._stop()
+        self._running = False
+        self.close()
 
-    def _stop(self) -> LogitSampler | None:
-        """Close and return the present sampler, if any."""
+    def close(self) -> LogitSampler | None:
+        """Take the sampler of the present step off the model, and return it; None without one.
+
+        An exception in a sampled step of a Trainer leaves it on the model. The next run takes it off too.
+        """
         sampler, self._sampler = self._sampler, None
         if sampler is not None:
             sampler.close()

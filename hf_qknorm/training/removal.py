@@ -27,7 +27,7 @@ from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.head_weights import attention_head_weights, parameter_factors
 from hf_qknorm.measure.predictions import loss_of
 from hf_qknorm.measure.text import batches_for, check_batches
-from hf_qknorm.model.attention import head_norms, patched_layers, require_patched
+from hf_qknorm.model.attention import evaluating, head_norms, patched_layers, require_patched
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee, centred_and_size, set_knee
 from hf_qknorm.model.norms import HeadNorm
@@ -187,8 +187,10 @@ def _check_patched(model: Any) -> None:
         raise ValueError(f"got the scheme {scheme}: expected norms with gains, which follow the knee")
     if model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose norms can not be removed here")
-    if scheme.knee or model.config.qk_norm_blend is not None:
-        raise ValueError(f"the model has a knee ({scheme.knee:g}) or is in a blend: end it, as by set_knee(model, 0)")
+    if scheme.knee:
+        raise ValueError(f"the model has a knee, {scheme.knee:g}: end it by set_knee(model, 0)")
+    if model.config.qk_norm_blend is not None:
+        raise ValueError("the model is in a blend: end it by set_blend(model, 1)")
     _check_whole(model)
 
 
@@ -234,12 +236,9 @@ def _mean_powers(model: Any, batches: list[dict[str, Tensor]]) -> dict[tuple[str
         for norm_name, norm in head_norms(layer).items():
             means = found[name, norm_name] = []
             observers[norm] = _observer(norm, means)
-    training = model.training
-    model.eval()
-    with observed_inputs(model, observers, unpatched=False) as run:
+    with evaluating(model), observed_inputs(model, observers, unpatched=False) as run:
         for batch in batches:
             run(batch, True)
-    model.train(training)
     return {key: torch.tensor([mean.value for mean in means], dtype=torch.float64) for key, means in found.items()}
 
 

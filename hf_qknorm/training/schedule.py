@@ -84,6 +84,11 @@ class Schedule(ABC, TrainerCallback, ExportableState):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         model, name = kwargs["model"], type(self).__name__
+        if args.load_best_model_at_end:
+            raise ValueError(
+                f"load_best_model_at_end loads weights for another {self.noun} than the one that {name} has set: "
+                "leave it out, and load trainer.state.best_model_checkpoint by from_pretrained"
+            )
         entry: Any = state.stateful_callbacks.get(name)
         if isinstance(entry, list):
             raise ValueError(f"got {len(entry)} callbacks of type {name}, expected one")

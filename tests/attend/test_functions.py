@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.cpu import build
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import error
@@ -196,3 +198,34 @@ def test_a_model_without_causality_is_bidirectional():
         assert_near(logits, expected, TOLERANCE, backend)
     causal = capped_model("llama", "qk_norm_cap")(**batch).logits[real(batch)]
     assert error(causal.detach(), expected.detach()) > 0.01
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", [(12, 12), (1, 12), (3, 12)])
+@pytest.mark.parametrize("backend", OWN)
+def test_a_mask_of_integers_is_refused(backend, shape):
+    """Ranges are integers too, in another shape."""
+    model = capped_model("llama", "soft_cap")
+    model.set_attn_implementation(backend)
+    queries, keys = shape
+    tokens, cache = torch.randint(64, (2, keys)), DynamicCache()
+    if queries < keys:
+        model(tokens[:, :-queries], past_key_values=cache)
+    mask = torch.ones(2, 1, queries, keys, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"the mask must be boolean .* got torch.int32"):
+        model(torch.randint(64, (2, queries)), past_key_values=cache, attention_mask=mask)
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_reach_the_norms():
+    model, batch = capped_model("llama", "qk_norm_cap"), make_batch("plain", labels=False)
+    halved = register_module_forward_hook(lambda module, args, out: out / 2 if isinstance(module, HeadNorm) else None)
+    try:
+        found = []
+        for backend in ("hf_qknorm", "hf_qknorm_eager"):
+            model.set_attn_implementation(backend)
+            found.append(model(**batch).logits)
+    finally:
+        halved.remove()
+    assert_near(*found, TOLERANCE)
+    assert not torch.allclose(model(**batch).logits, found[0], atol=1e-2)

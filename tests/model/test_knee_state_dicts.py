@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -28,6 +29,20 @@ def test_a_run_goes_on_with_the_knee_of_its_checkpoint(case: str) -> None:
     record_loaded_knee(resumed, 1.0)
     assert torch.equal(logits(resumed), logits(run))
     assert powers_of(resumed) == powers_of(run)
+
+
+@pytest.mark.parametrize("knee", [0.5, math.inf])
+def test_the_metadata_of_a_state_dict_tell_the_knee(knee: float, tmp_path: Any) -> None:
+    run, resumed = kneed("scalar"), kneed("scalar")
+    set_knee(run, 1.0)
+    set_knee(resumed, knee)
+    torch.save(run.state_dict(), tmp_path / "weights.pt")
+    resumed.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert resumed.config.scheme == run.config.scheme
+    assert powers_of(resumed) == powers_of(run)
+    for model in (run, resumed):
+        set_knee(model, 0.0)
+    assert torch.equal(logits(resumed), logits(run))
 
 
 def test_a_schedule_is_restored_in_shards(process_group: Any) -> None:

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 
 from hf_qknorm import KneeSchedule, set_knee
-from hf_qknorm.model import knees
 from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.training.knee import LEVELS
 from qknorm_tests.kneed import KNEE, SCHEMES, kneed, logits, norms, plain, without_gain, wrapped
 from qknorm_tests.tables import assert_near, fingerprint
@@ -99,9 +99,19 @@ def test_gains_in_16_bits_do_not_accumulate_rounding_errors(dtype):
     assert list(model.state_dict()) == list(direct.state_dict())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gains_that_are_loaded_leave_no_rounding_error_behind(dtype):
+    model, other = kneed().to(torch.bfloat16), kneed().to(torch.bfloat16)
+    set_knee(model, 1000.0)  # a rounding error as large as the other gains
+    model.to(dtype).load_state_dict(other.to(dtype).state_dict())
+    for each in (model, other):
+        set_knee(each, 3.0)
+    assert [norm.weight.tolist() for norm in norms(model)] == [norm.weight.tolist() for norm in norms(other)]
+
+
 def test_an_unchanged_knee_reads_nothing_from_the_device(monkeypatch):
     model = kneed()
-    monkeypatch.setattr(knees, "powers_of", None)  # a call would synchronise with the device
+    monkeypatch.setattr(HeadNorm, "mean_power", None)  # a call would synchronise with the device
     set_knee(model, KNEE)
     schedule = KneeSchedule(share=0.5)
     way = [schedule.at(step, 10_000, KNEE) for step in range(10_000)]

@@ -162,6 +162,15 @@ def test_cap_schedule(tmp_path):
     assert model.config.qk_norm_blend is None
 
 
+@pytest.mark.parametrize("schedule", [BlendSchedule, CapSchedule])
+def test_the_best_weights_are_not_loaded(schedule, tmp_path):
+    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to="none", max_steps=1)
+    arguments.load_best_model_at_end, arguments.metric_for_best_model = True, "loss"
+    made = Trainer(patched("llama", "qk_norm_cap"), arguments, train_dataset=[{}], callbacks=[schedule()])
+    with pytest.raises(ValueError, match=f"weights for another .*than the one that {schedule.__name__} has set"):
+        made.train()
+
+
 @pytest.mark.parametrize(
     ("scheme", "act", "message"),
     [

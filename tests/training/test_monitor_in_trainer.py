@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from hf_qknorm import LogitMonitor, patch_model
+from hf_qknorm import LogitMonitor, patch_model, unpatch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.training.logit_log import read_log
 from qknorm_tests.tables import make_batch, sharp_model
@@ -130,3 +130,40 @@ def test_a_resumed_run_continues_the_log(tmp_path):
     with pytest.raises(FileExistsError, match="holds samples of another run, from step 3 on"):
         trained(tmp_path / "new", LogitMonitor(every=3, path=parts))[0].train()
     assert parts.read_text() == before
+
+
+class Fails(TrainerCallback):
+    """Raises an error once, in a step."""
+
+    def __init__(self, step, error):
+        self.step, self.error = step, error
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step and self.error is not None:
+            error, self.error = self.error, None
+            raise error
+
+
+def test_a_run_that_starts_again_with_smaller_batches_starts_its_log_again(tmp_path):
+    logs = []
+    for error in (None, RuntimeError("DefaultCPUAllocator: can't allocate memory")):
+        monitor = LogitMonitor(every=2, path=tmp_path / f"{error is None}.jsonl")
+        run, _ = trained(tmp_path / "run", monitor, auto_find_batch_size=True, max_steps=6, save_strategy="no")
+        run.add_callback(Fails(4, error))
+        run.train()
+        logs.append([sample.step for sample in read_log(monitor.path)])
+    assert logs == [[2, 4, 6]] * 2
+
+
+def test_a_model_is_watched_after_an_error_until_the_monitor_is_closed(tmp_path):
+    monitor = LogitMonitor(every=1)
+    run, _ = trained(tmp_path, monitor, save_strategy="no")
+    model = run.model = unpatch_model(run.model)
+    run.add_callback(Fails(0, RuntimeError("an error of the user's")))
+    with pytest.raises(RuntimeError, match="of the user's"):
+        run.train()
+    with pytest.raises(ValueError, match=r"are watched, .* call its close\(\) before"):
+        patch_model(model)
+    monitor.close()
+    assert not hooks(model)
+    patch_model(model)

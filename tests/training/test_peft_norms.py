@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import peft
@@ -11,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save, set_blend
+from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save, set_blend, set_knee
 from hf_qknorm.calibration.calibrate import METHODS
-from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.attention import every_norm, patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from qknorm_tests.tables import assert_near, blend_of, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_model
@@ -174,6 +177,31 @@ def test_calibration_sets_the_copies_and_not_the_originals(method):
         torch.testing.assert_close(copy, gain, rtol=1e-4, atol=1e-5)
     for name, value in before.items():
         assert torch.equal(adapted.get_parameter(name), value), name
+
+
+def test_copies_keep_lengths_when_the_active_one_is_calibrated():
+    batches = [make_batch("plain", labels=False) for _ in range(3)]
+    model = patch_model(sharp_model("llama"), "qk_norm").eval()
+    calibrate(model, batches, knee=8.0)
+    adapted, direct = wrapped(model, fresh=True), deepcopy(model)
+    calibrate(adapted, batches, knee=0.5)
+    set_knee(direct, 0.5)
+    assert {norm.knee for norm in every_norm(adapted)} == {0.5}
+    with adapted.disable_adapter():
+        assert_near(logits(adapted), logits(direct), 1e-5)
+
+
+@pytest.mark.parametrize("act", [partial(set_knee, knee=1.0), partial(calibrate, data=[], max_loss_increase=-9.0)])
+def test_a_copy_keeps_its_own_mean(act):
+    """An adapter that was trained on a base of another calibration."""
+    adapted = wrapped(patched(KNEED))
+    for norm in every_norm(adapted)[::2]:
+        norm.set_knee(norm.knee, 3.0)
+    expected = [norm.mean_power() for norm in every_norm(adapted)]
+    act.keywords.get("data", []).extend(make_batch("plain", labels=False) for _ in range(3))
+    with nullcontext() if act.func is set_knee else pytest.raises(ValueError, match="the loss rises"):
+        act(adapted)
+    assert [norm.mean_power() for norm in every_norm(adapted)] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out:UserWarning")
