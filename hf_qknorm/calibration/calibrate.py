@@ -11,12 +11,7 @@ from torch import nn
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.checks import check_inputs, check_supported, scheme_of
-from hf_qknorm.calibration.gains import (
-    ClosedFormGains,
-    expected_powers,
-    named_norms,
-    rescale_folded_weights,
-)
+from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
 from hf_qknorm.calibration.knees import (
     EXPORT_KNEE,
     KNEES,
@@ -105,11 +100,11 @@ def calibrate(
     times a power of 4: `export_native` then only changes exponents, and a Qwen3 has the same bits, also in 16 bits.
 
     A PEFT model is calibrated with its adapters in place, and the copies of the norms that they train are set. Other
-    copies take the knee, with gains rescaled as by `set_knee`. With
-    DistributedDataParallel, FSDP2 and tensor parallelism every rank makes the call, with its share of the batches or
-    with the same data; the ranks divide the pass and end with the same gains. A model on one process is calibrated by
-    that process alone. After an exception the norms are as before. `save_pretrained` writes the report beside the
-    weights, from then on, and marks it as stale once the weights have changed.
+    copies take the knee, with gains rescaled as by `set_knee`. With DistributedDataParallel, FSDP2 and tensor
+    parallelism every rank makes the call, with its share of the batches or with the same data; the ranks divide the
+    pass and end with the same gains. A model on one process is calibrated by that process alone. After an exception
+    the norms are as before. `save_pretrained` writes the report beside the weights, from then on, and marks it as stale
+    once the weights have changed.
 
     Raises ValueError for data with fewer than 16 tokens to predict; a model that is not patched, is in a blend, or is
     sharded by DeepSpeed; a method or knee that is not possible; a loss that rises by more than `max_loss_increase`; a

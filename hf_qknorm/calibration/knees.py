@@ -17,7 +17,8 @@ from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_
 from hf_qknorm.measure.distributed import Batches, reshard
 from hf_qknorm.measure.predictions import output_error, predictions
 from hf_qknorm.model.attention import evaluating, every_norm
-from hf_qknorm.model.knees import apply_knee, record_powers, scale_gain
+from hf_qknorm.model.knees import apply_knee, gain_factors, record_powers, scale_gain
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.reports.records import Prediction
 
 logger = logging.getLogger(__name__)
@@ -155,13 +156,19 @@ def sharpen(model: Any) -> None:
 def rescaled_copies(model: Any) -> Iterator[None]:
     """Rescale the gains of PEFT's inactive copies of the norms when a calibration has set another knee."""
     active = {*named_norms(model).values()}
-    others = [norm for norm in every_norm(model) if norm not in active and norm.weight is not None]
-    before = [(float(norm.eps), norm.sharpness, norm.mean_power() if norm.knee else None) for norm in others]
+    before = {
+        norm: (float(norm.eps), norm.sharpness, norm.mean_power() if norm.knee else 1.0) for norm in every_norm(model)
+    }
+
+    def factor(norm: HeadNorm) -> float:
+        eps, sharpness, power = before[norm]
+        power = norm.mean_power() if norm.knee else power
+        return norm.divisor(power, float(norm.eps), norm.sharpness) / norm.divisor(power, eps, sharpness)
+
     yield
-    for norm, (eps, sharpness, power) in zip(others, before, strict=True):
-        if (power := norm.mean_power() if norm.knee else power) is not None:
-            factor = norm.divisor(power, float(norm.eps), norm.sharpness) / norm.divisor(power, eps, sharpness)
-            scale_gain(norm, factor)
+    for norm, scale in gain_factors(model, factor) if len(before) > len(active) else ():
+        if norm not in active:
+            scale_gain(norm, scale)
 
 
 @contextmanager

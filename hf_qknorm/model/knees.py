@@ -14,7 +14,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any, Final
 
@@ -139,17 +140,23 @@ def set_knee(model: nn.Module, knee: float) -> None:
         return
     check_gains(layers)
     dataclasses.replace(next(iter(layers.values())).scheme, knee=knee)  # raises for an invalid knee
-    scaled: list[tuple[HeadNorm, float]] = []
-    for layer in layers.values():
-        copies = norm_copies(layer)
-        bare_keys = [norm for norm in copies.get("k_norm", ()) if norm.weight is None]
-        for name, norms in copies.items():
-            others = math.prod(_factor(norm, knee) for norm in bare_keys[:1]) if name == "q_norm" else 1.0
-            scaled += [(norm, _factor(norm, knee) * others) for norm in norms if norm.weight is not None]
+    scaled = gain_factors(model, partial(_factor, knee=knee))
     _check_range(scaled)
     apply_knee(model, knee)
     for norm, factor in scaled:
         scale_gain(norm, factor)
+
+
+def gain_factors(model: nn.Module, factor: Callable[[HeadNorm], float]) -> list[tuple[HeadNorm, float]]:
+    """The norms with gains, and the factors on these; queries take the factor of keys without a gain too."""
+    found = []
+    for layer in patched_layers(model).values():
+        copies = norm_copies(layer)
+        keys = math.prod(factor(norm) for norm in copies.get("k_norm", ()) if norm.weight is None)
+        for name, norms in copies.items():
+            others = keys if name == "q_norm" else 1.0
+            found += [(norm, factor(norm) * others) for norm in norms if norm.weight is not None]
+    return found
 
 
 def knee_of(model: nn.Module) -> float:

@@ -179,9 +179,10 @@ def test_calibration_sets_the_copies_and_not_the_originals(method):
         assert torch.equal(adapted.get_parameter(name), value), name
 
 
-def test_copies_keep_lengths_when_the_active_one_is_calibrated():
+@pytest.mark.parametrize("scheme", ["qk_norm", "henry"])
+def test_copies_keep_lengths_when_the_active_one_is_calibrated(scheme):
     batches = [make_batch("plain", labels=False) for _ in range(3)]
-    model = patch_model(sharp_model("llama"), "qk_norm").eval()
+    model = patch_model(sharp_model("llama"), scheme).eval()
     calibrate(model, batches, knee=8.0)
     adapted, direct = wrapped(model, fresh=True), deepcopy(model)
     calibrate(adapted, batches, knee=0.5)
