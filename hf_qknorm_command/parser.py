@@ -109,7 +109,7 @@ def _add_convert(commands: Any) -> None:
     add("--method", type=parse_method, help=methods)
     knees = "with --calibrate, how much of the vectors' length the norms keep: by default the least that keeps the loss"
     add("--knee", type=parse_knee, metavar="auto|NUMBER", help=f"{knees}, or with --method the scheme's")
-    exact = "with --calibrate, a knee (by default 16) whose export as a plain model is exact to the bit"
+    exact = "with --calibrate, a knee (by default 16) whose export as a plain model has the same bits in float32"
     add("--exportable", action="store_true", help=exact)
     limit = "with --calibrate, the largest rise in loss; a conversion that loses more is not written"
     add("--max-loss-increase", type=FINITE, metavar="NATS", help=limit)

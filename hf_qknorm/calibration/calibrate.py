@@ -97,7 +97,7 @@ def calibrate(
     about two forward passes over the text.
 
     With `exportable` the knee is fixed, by default at 16, and each ε is the nearest one that is the model's own eps
-    times a power of 4: `export_native` then only changes exponents, and a Qwen3 has the same bits, also in 16 bits.
+    times a power of 4: `export_native` then only changes exponents, and a Qwen3 computes the same bits in float32.
 
     A PEFT model is calibrated with its adapters in place, and the copies of the norms that they train are set. Other
     copies take the knee, with gains rescaled as by `set_knee`. With DistributedDataParallel, FSDP2 and tensor

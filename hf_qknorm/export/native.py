@@ -67,8 +67,8 @@ def export_native(
     RMS norms on q and k of a Llama, Mistral, Phi-3 or Qwen 2 give a Qwen 3, of a Mixtral a Qwen 3 MoE; LayerNorms of a
     GPT-NeoX give a Phi; a cap without norms gives a VaultGemma, or of a Gemma 2 another Gemma 2; the scheme "none"
     gives the model that was patched. Norms that training has removed (`KneeSchedule(target=math.inf)`) are folded into
-    their projections: what remains is exported as a model without norms. Logits are equal to the bit, or up to rounding
-    in float32 if tensors are scaled.
+    their projections: what remains is exported as a model without norms. Computed in float32, logits are equal to the
+    bit, or up to rounding if tensors are scaled.
     Tensors keep their dtypes and are never all in memory; tokenizer, generation config and licence are copied.
 
     With `end_norms`, norms that still act are replaced by constant factors too, which is no longer exact: sharp norms
@@ -132,6 +132,8 @@ def plan_export(source: Source, *, end_norms: bool = False) -> PlannedExport:
         for transform in target.transforms:
             transform(plan, patched)
         config = _target_config(patched, target)
+    if not end_norms:  # else a rounding is in the loss that is measured
+        plan.check_halves()
     return PlannedExport(config, plan.planned, bool(patched.scheme.norms and patched.scheme.knee))
 
 

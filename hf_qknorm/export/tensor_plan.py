@@ -20,6 +20,7 @@ class TensorPlan:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
         self.planned: dict[str, StoredTensor | NewTensor] = {**weights.stored}
+        self.scaled_halves: dict[str, float] = {}  # factors of tensors in float16
 
     def __contains__(self, name: str) -> bool:
         return name in self.planned
@@ -69,11 +70,24 @@ class TensorPlan:
             raise ValueError(f"{name} would be multiplied by {factor}: {reason}")
         exponent = round(math.log2(factor))
         if math.isclose(factor, 2.0**exponent, rel_tol=1e-7):  # an ε is stored in fp32
-            factor = 2.0**exponent  # changes exponents alone: exact in any dtype
+            factor = 2.0**exponent  # changes exponents alone, of which float16 has few: see `check_halves`
         else:
             self.require_wide(name, reason)
         if factor != 1:
             self.change(name, lambda x: x * factor)
+            if self.dtype(name) == torch.float16:
+                self.scaled_halves[name] = self.scaled_halves.get(name, 1.0) * factor
+
+    def check_halves(self) -> None:
+        """Read the scaled tensors in float16. Raises ValueError if the product of all factors rounds one."""
+        for name, factor in self.scaled_halves.items():
+            values = self.reader(name)()
+            if not torch.allclose(values.half().double(), values, rtol=0, atol=0, equal_nan=True):
+                raise ValueError(
+                    f"it would not be exact in float16: {name} would be multiplied by {factor:g}, which rounds numbers "
+                    "near the ends of its range again. Save the checkpoint in float32 first "
+                    "(model.float().save_pretrained(...)), or convert it in bfloat16, and export that"
+                )
 
     def require_wide(self, name: str, reason: str) -> None:
         """Raise ValueError, with `reason`, if the tensor has fewer than 32 bits: a change would round it visibly."""

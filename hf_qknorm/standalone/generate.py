@@ -89,6 +89,9 @@ def standalone_code(model_type: str) -> str:
         own.append(f"{name} = derived_model(transformers.{base.__name__})")
         if types[name] != model_type:  # this model type uses another type's model classes
             own.append(f"{name}.config_class = {config}")
+    if reference := auto_map(model_type).get("AutoModel"):
+        own.append("# Heads such as LlamaForSequenceClassification make their base model by AutoModel.from_config.")
+        own.append(f"transformers.AutoModel.register({config}, {reference.rpartition('.')[2]}, exist_ok=True)")
     foot = _FOOT.format(
         config=config,
         own="\n".join(f"    {line}" for line in own),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import Scheme, calibrate, convert_checkpoint, export_native, patch_model
 from hf_qknorm.calibration.knees import EXPORT_KNEE
+from hf_qknorm.export.ways import serving_ways
 from hf_qknorm.model.attention import head_norms, patched_layers
 from qknorm_tests.tables import make_batch, sharp_model
 
@@ -58,6 +59,32 @@ def test_a_checkpoint_in_16_bits_is_exported_without_rounding(tmp_path):
     model = patch_model(sharp_model("llama", **EPS), RMS)
     calibrate(model, texts(), exportable=True)
     model.bfloat16().save_pretrained(tmp_path / "ours")
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="sdpa")
+        for name in ("ours", "theirs")
+    )
+    tokens = make_batch("plain")["input_ids"]
+    assert torch.equal(one(tokens).logits, other(tokens).logits)
+
+
+@pytest.mark.parametrize("last", [2.0**-10, 3 * 2.0**-24], ids=["held", "rounded"])
+@torch.no_grad()
+def test_float16_is_refused_if_it_would_round_a_weight(last, tmp_path):
+    model = patch_model(sharp_model("llama", **EPS), RMS)
+    calibrate(model, texts(), exportable=True)
+    for layer in patched_layers(model).values():
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
+            projection.weight.mul_(2**10).round_().div_(2**10)  # multiples of 2⁻¹⁰, in a format that ends at 2⁻²⁴
+    layer.k_proj.weight[-1, -1] = last
+    model.half().save_pretrained(tmp_path / "ours")
+    if last < 2**-10:
+        with pytest.raises(ValueError, match=r"not be exact in float16: .*1.self_attn.k_proj.weight would be multipl"):
+            export_native(tmp_path / "ours", tmp_path / "theirs")
+        costs = {way.name: way.cost for way in serving_ways(tmp_path / "ours")}
+        assert costs["any engine"].startswith("refused: it would not be exact in float16")
+        assert not (tmp_path / "theirs").exists()
+        return
     export_native(tmp_path / "ours", tmp_path / "theirs")
     one, other = (
         AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="sdpa")

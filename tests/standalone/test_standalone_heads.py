@@ -1,0 +1,41 @@
+"""Without the package, classifiers and taggers load too, whose base model transformers makes by its config."""
+
+from __future__ import annotations
+
+import torch
+import transformers
+
+from hf_qknorm import SCHEMES, add_standalone, patch_model
+from qknorm_tests.children import child
+from qknorm_tests.tables import make_batch, randomise, sharp_model
+
+HEADS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering")
+LOAD_HEADS = """
+import sys
+sys.modules["hf_qknorm"] = None
+import torch, transformers
+tokens = torch.load(sys.argv[1])
+for folder in sys.argv[2:]:
+    auto = getattr(transformers, folder.rpartition("/")[2])
+    model = auto.from_pretrained(folder, trust_remote_code=True)
+    assert type(model.base_model).__module__ == type(model).__module__, "the base model is the checkpoint's own too"
+    with torch.no_grad():
+        torch.save(model(tokens)[0], folder + "/alone.pt")
+"""
+
+
+@torch.no_grad()
+def test_without_the_package_heads_of_every_kind_load(tmp_path):
+    """Llama's classifiers make their base model by `AutoModel.from_config`; all load in one process."""
+    tokens = make_batch("plain")["input_ids"][:1]
+    torch.save(tokens, tmp_path / "tokens.pt")
+    expected = {}
+    for name in (*HEADS, "AutoModelForCausalLM"):
+        model = getattr(transformers, name).from_config(sharp_model("llama").config)
+        model = randomise(patch_model(model, SCHEMES["qk_norm_cap"])).eval()
+        add_standalone(model)
+        model.save_pretrained(tmp_path / name)
+        expected[name] = model(tokens)[0]
+    child(LOAD_HEADS, tmp_path / "tokens.pt", *(tmp_path / name for name in expected), home=tmp_path)
+    for name, output in expected.items():
+        torch.testing.assert_close(torch.load(tmp_path / name / "alone.pt"), output, atol=1e-5, rtol=1e-5)
