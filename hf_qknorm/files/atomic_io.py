@@ -25,11 +25,19 @@ _LOCK, _NEW, _OLD = "lock", "new", "old"  # the only names in a staging folder
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, then rename that file to `path`; a killed process leaves the old file."""
-    with _staging(path) as (folder, _):
-        write(folder / _NEW)
-        _sync(folder / _NEW)
-        (folder / _NEW).replace(path)
+    """Call `write` with a temporary path, then rename that file to `path`; a killed process leaves the old file.
+
+    An OSError of the system names `path`, if it names no file.
+    """
+    try:
+        with _staging(path) as (folder, _):
+            write(folder / _NEW)
+            _sync(folder / _NEW)
+            (folder / _NEW).replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename is None:  # as of a full disk
+            error.filename = str(path)
+        raise
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -14,6 +14,8 @@ from hf_qknorm.files.formatting import shorten
 DEPTH = 100  # of nested JSON: a config has a few levels; transformers' own code recurses on them
 JSON_BYTES = 64 * 2**20  # a report of 100 layers of 128 heads has 8 MB
 
+FEW = 3  # bytes that are not UTF-8 in a short text: a cut through a character leaves as many
+
 
 def read_text(path: Path, limit: int) -> str:
     """Return the text of a file. Raises ValueError, naming it, if it exceeds `limit` bytes or is not UTF-8."""
@@ -25,6 +27,24 @@ def read_text(path: Path, limit: int) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): download it again") from None
+
+
+def read_start(path: Path, limit: int) -> str:
+    """Return up to `limit` characters of a file, a few of them U+FFFD in place of bytes that are not UTF-8.
+
+    Raises ValueError, naming the file, for null bytes, or for more than 1 % of such characters.
+    """
+    with path.open(encoding="utf-8", errors="replace") as file:
+        text = file.read(min(limit, path.stat().st_size))  # a file has at most as many characters as bytes
+    if "\0" in text:
+        raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
+    bad = text.count("\ufffd")
+    if bad > max(FEW, len(text) // 100):
+        raise ValueError(
+            f"{path} is no text in UTF-8: of its first {len(text):,} characters, {bad:,} can't be read. Convert it "
+            "(iconv -f LATIN1 -t UTF-8, for example)"
+        )
+    return text
 
 
 def read_json(path: Path, limit: int = JSON_BYTES) -> Any:

@@ -17,6 +17,8 @@ from transformers import PreTrainedModel
 from hf_qknorm.checkpoint.pretrained import load_tokenizer
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
+from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.untrusted import read_start
 from hf_qknorm.measure.distributed import token_count
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
@@ -35,10 +37,10 @@ def load_text(source: str | None = None, limit: int = 4_000_000) -> str:
     None stands for the source files of Python's standard library, which every machine has. A dataset is read by the
     `datasets` package, from its column "text" or else its first column of strings.
 
-    Raises FileNotFoundError for a path that does not exist, ValueError for a source without text.
+    Raises FileNotFoundError for a path that does not exist, ValueError for a source without text, or in no UTF-8.
     """
     paths = _paths(source)
-    parts = _dataset_texts(str(source)) if paths is None else map(partial(_read, limit=limit), paths)
+    parts = _dataset_texts(str(source)) if paths is None else map(partial(read_start, limit=limit), paths)
     text = "\n".join(_up_to(limit, parts))[:limit]
     if paths is not None and not text.strip():
         raise ValueError(f"{source}: no text in it (looked for files ending in {', '.join(TEXT_SUFFIXES)})")
@@ -57,7 +59,7 @@ def _paths(source: str | None) -> list[Path] | None:
     """The files of a source; None for the name of a dataset."""
     if source is None:
         return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    path = Path(source).expanduser()
+    path = user_path(source, "the text's source")
     if path.is_file():
         return [path]
     if path.is_dir():
@@ -65,14 +67,6 @@ def _paths(source: str | None) -> list[Path] | None:
     if is_path(source) or path.suffix in TEXT_SUFFIXES or os.path.lexists(path):
         raise FileNotFoundError(f"no such file or folder: {source}")
     return None
-
-
-def _read(path: Path, limit: int) -> str:
-    with path.open(encoding="utf-8", errors="replace") as file:
-        text = file.read(min(limit, path.stat().st_size))  # a file has at most as many characters as bytes
-    if "\0" in text:
-        raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
-    return text
 
 
 def _datasets(name: str) -> Any:
@@ -181,13 +175,21 @@ def as_batches(
     `labels`, batches also keep their "labels", of masked tokens.
 
     `data` is a source for `load_text`, a `datasets.Dataset`, or an iterable of strings, of rows (mappings with a text,
-    or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them). Strings and rows are joined and
-    cut into sequences of `length`, `batch` at a time; batches are kept. Items that are not needed are not read.
+    or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them). One mapping is one batch.
+    Strings and rows, without their padding, are joined and cut into sequences of `length`, `batch` at a time; batches
+    are kept. Items that are not needed are not read.
 
     Raises ValueError for empty data and for anything else.
     """
     if isinstance(data, str | Path):
         data = [load_text(str(data), limit=CHARACTERS * max_tokens)]
+    elif isinstance(data, Mapping):  # its items would be its keys
+        if not {"input_ids", "pixel_values"} & data.keys():
+            raise ValueError(f"the calibration data is a mapping with {', '.join(map(str, data))}: give one of them")
+        data = [data]
+    for name, value in (("batch_size", batch), ("max_tokens", max_tokens)):
+        if value < 1:
+            raise ValueError(f"{name}={value}: expected at least 1")
     items = iter(data)
     first = next(items, None)
     if first is None:
@@ -227,25 +229,28 @@ def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
             "model's max_position_embeddings leaves no room for them)"
         )
     size = getattr(config.get_text_config(), "vocab_size", None)
-    largest = max(int(batch["input_ids"].max()) for batch in batches if batch["input_ids"].numel())
-    if size is not None and largest >= size:
-        raise ValueError(
-            f"the text holds the token {largest}, and the model has {size}, from 0 on: is this its tokenizer?"
-        )
+    limits = [batch["input_ids"].aminmax() for batch in batches if batch["input_ids"].numel()]
+    for token in (min(int(least) for least, _ in limits), max(int(most) for _, most in limits)):
+        if token < 0 or (size is not None and token >= size):
+            raise ValueError(
+                f"the text holds the token {token}, and the model has {size}, from 0 on: is this its tokenizer?"
+            )
 
 
 def _is_batch(item: Any) -> bool:
     if isinstance(item, Mapping) and "pixel_values" in item:
         return True
     ids = item.get("input_ids") if isinstance(item, Mapping) else item
-    return (isinstance(ids, Tensor) and ids.dim() == 2) or (isinstance(ids, list) and isinstance(ids[0], list))
+    return (isinstance(ids, Tensor) and ids.dim() == 2) or (
+        isinstance(ids, list) and isinstance(next(iter(ids), None), list)
+    )
 
 
 def _batch_inputs(item: Any, kept: Sequence[str]) -> dict[str, Tensor]:
     if not _is_batch(item):
         raise ValueError(f"a batch must be a tensor [B, T] or a mapping with input_ids, got {type(item).__name__}")
     inputs = item if isinstance(item, Mapping) else {"input_ids": item}
-    return {key: torch.as_tensor(inputs[key]) for key in kept if key in inputs}
+    return {key: torch.as_tensor(inputs[key]) for key in kept if inputs.get(key) is not None}
 
 
 def _joined_ids(items: Iterable[Any], load_tokenizer: Callable[[], Any], max_tokens: int) -> Tensor:
@@ -253,9 +258,11 @@ def _joined_ids(items: Iterable[Any], load_tokenizer: Callable[[], Any], max_tok
     tokenizer = cache(load_tokenizer)  # loaded for the first text, and once
 
     def ids_of(item: Any) -> Tensor:
-        ids = item.get("input_ids") if isinstance(item, Mapping) else item if isinstance(item, Tensor) else None
-        if ids is not None:
-            return torch.as_tensor(ids, dtype=torch.long).flatten()
+        row = item if isinstance(item, Mapping) else {"input_ids": item if isinstance(item, Tensor) else None}
+        if row.get("input_ids") is not None:
+            ids = torch.as_tensor(row["input_ids"], dtype=torch.long).flatten()
+            mask = row.get("attention_mask")
+            return ids if mask is None else ids[torch.as_tensor(mask).flatten().bool()]
         text = item if isinstance(item, str) else _row_text(item)
         return tokenize(tokenizer(), text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -159,6 +160,18 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path):
         replace_file(path, fail)
     assert names(tmp_path) == ["note.md"]
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize("file", [None, "template"])
+def test_a_write_that_fails_names_its_file(file, tmp_path):
+    """As the system reports a full disk, without a name, or a file that is read meanwhile."""
+
+    def fail(temporary: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", file)
+
+    with pytest.raises(OSError, match="No space left on device") as error:
+        replace_file(tmp_path / "note.md", fail)
+    assert (error.value.errno, error.value.filename) == (errno.ENOSPC, file or str(tmp_path / "note.md"))
 
 
 def test_written_files_have_the_usual_permissions(tmp_path):

@@ -6,9 +6,10 @@ import sys
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.measure.text import as_batches, load_text, tokenize
+from hf_qknorm.measure.text import as_batches, check_batches, check_text, load_text, tokenize
 
 
 def test_text_from_a_file_and_from_a_folder(tmp_path):
@@ -28,6 +29,34 @@ def test_sources_without_text_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="pip install datasets"):
         load_text("owner/corpus")
+
+
+def test_an_empty_source_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "notes.md").write_text("of the working directory")
+    monkeypatch.chdir(tmp_path)
+    for read in (load_text, check_text):
+        with pytest.raises(ValueError, match="the text's source is empty, which would mean the working directory"):
+            read("")
+    assert load_text(".") == "of the working directory"
+
+
+@pytest.mark.parametrize(("text", "encoding"), [("Größe, Maß und Füße. ", "latin-1"), ("Да и нет. ", "cp1251")])
+def test_a_text_in_another_encoding_is_refused(text, encoding, tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes((text * 100).encode(encoding))
+    for source in (path, tmp_path):
+        with pytest.raises(ValueError, match=rf"{path} is no text in UTF-8: of its first .* can't be read. Convert it"):
+            load_text(str(source))
+    with pytest.raises(ValueError, match=f"{path} is no text in UTF-8"):
+        check_text(str(path))
+
+
+@pytest.mark.parametrize(
+    "data", ["Füße 🙂".encode()[:-1], "🙂 Füße".encode()[1:], b"a few \xff\xff bad bytes. " * 4 + b"x" * 900]
+)
+def test_a_few_bytes_that_are_not_utf_8_are_replaced(data, tmp_path):
+    (tmp_path / "a.txt").write_bytes(data)
+    assert load_text(str(tmp_path / "a.txt")) == data.decode(errors="replace")
 
 
 def test_text_from_a_dataset_by_name(monkeypatch):
@@ -133,3 +162,31 @@ def test_a_tokenizer_that_returns_no_tokens_is_named():
 
     with pytest.raises(ValueError, match="function: the tokenizer gives no tokens for 4 characters"):
         tokenize(nothing, "text")
+
+
+def test_a_mapping_is_one_batch():
+    ids = torch.arange(4)[None]
+    (batch,) = batches_of({"input_ids": ids, "attention_mask": None, "more": ids})
+    assert list(batch) == ["input_ids"]
+    assert batch["input_ids"] is ids
+    with pytest.raises(ValueError, match="is a mapping with train, test: give one of them"):
+        batches_of({"train": ["text"], "test": ["text"]})
+
+
+def test_the_padding_and_the_emptiness_of_rows_are_left_out():
+    rows = [{"input_ids": []}, {"input_ids": [A, B, 0, 0], "attention_mask": [1, 1, 0, 0]}, {"input_ids": [B]}]
+    (batch,) = batches_of(rows)
+    assert batch["input_ids"].tolist() == [[A, B, B]]
+
+
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"max_tokens": -5}])
+def test_sizes_below_one_are_refused(wrong):
+    with pytest.raises(ValueError, match="expected at least 1"):
+        next(as_batches(["text"], byte_tokenizer, **{"batch": 2, "length": 16, "max_tokens": 100, **wrong}))
+
+
+@pytest.mark.parametrize("token", [-1, 64])
+def test_tokens_outside_of_the_vocabulary_are_refused(token):
+    batch = {"input_ids": torch.tensor([[*range(20), token]])}
+    with pytest.raises(ValueError, match=f"the text holds the token {token}, and the model has 64, from 0 on"):
+        check_batches([batch], LlamaConfig(vocab_size=64))
