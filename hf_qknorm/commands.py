@@ -152,11 +152,11 @@ def _monitor(options: Namespace) -> None:
 def _card(options: Namespace) -> None:
     from hf_qknorm.hub.card import check_card, write_card
 
-    if options.length is not None and not options.texts:
+    if options.length is not None and options.texts is None:
         raise ValueError("--length is for a measurement: give --texts TEXT as well")
     folder = user_path(options.checkpoint, "the checkpoint")
-    with _reported(*(folder / name for name in ([REPORT] if options.texts else []) + [CARD])):
-        if options.texts:
+    with _reported(*(folder / name for name in ([] if options.texts is None else [REPORT]) + [CARD])):
+        if options.texts is not None:
             from hf_qknorm.convert.remeasure import remeasure_checkpoint
 
             check_card(folder, repo_id=options.repo)  # before the measurement, which may take long

@@ -66,9 +66,11 @@ COMMON = [  # what every command that takes a checkpoint refuses as one
     ("BROKEN", "model.safetensors is truncated or corrupted"),
     ("", "is empty, which would mean the working directory"),
 ]
+NO_SOURCE = "the text's source is empty, which would mean the working directory"
 CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--method": "ones", "--max-memory": "9GB"}
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
+    (["demo", "--data", ""], NO_SOURCE),
     (["demo", "--data", "EMPTY"], "EMPTY: no text in it"),
     (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8: it holds null bytes"),
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),
@@ -107,9 +109,16 @@ ERRORS = [
     (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"], "Scheme(knee=4"),
     (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--max-memory", "1KB"], "is less than the"),
     (["convert", "MODEL", "out", "--calibrate", "FILE"], "gives 0 tokens to predict, expected at least 16"),
+    (
+        ["convert", "MODEL", "out", "--calibrate", "FILE", "--dry-run"],
+        "gives 0 tokens to predict, expected at least 16",
+    ),
+    (["convert", "NO-TOKENIZER", "out", "--calibrate", "TEXT.txt", "--dry-run"], "no tokenizer can be loaded"),
     (["convert", "SMALL", "out", "--calibrate", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
+    (["convert", "MODEL", "out", "--calibrate", ""], NO_SOURCE),
     *((["inspect", name], message) for name, message in COMMON),
     (["inspect", "./nowhere", "--texts", "./nowhere.txt"], NOWHERE),
+    (["inspect", "./nowhere", "--texts", ""], NO_SOURCE),
     (["inspect", "./nowhere", "--texts", "BINARY"], "BINARY is no text in UTF-8"),
     (["inspect", "nowhere"], "nowhere is no folder here, and the download from the Hub failed"),
     (["inspect", "MODEL", "--texts", "FILE"], "gives 0 tokens to predict, expected at least 16"),
@@ -139,6 +148,9 @@ ERRORS = [
     (["card", "MODEL"], "MODEL holds a plain llama: convert it first"),
     (["card", "PATCHED", "--length", "64"], "--length is for a measurement: give --texts TEXT as well"),
     (["card", "PATCHED", "--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
+    (["card", "PATCHED", "--texts", ""], NO_SOURCE),
+    (["export", "PATCHED", "--texts", ""], NO_SOURCE),
+    (["export", "PATCHED", "out", "--texts", ""], NO_SOURCE),
     (["push", "PATCHED", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
     (["push", "PATCHED", "me/tiny"], "HF_HUB_OFFLINE is set"),
     (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),

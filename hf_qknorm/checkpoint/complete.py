@@ -78,7 +78,7 @@ class _Comparison:
             ) from error
         self.expected = {name: (tuple(value.shape), value.dtype) for name, value in model.state_dict().items()}
         self.modules = {name for name, _ in model.named_modules()}
-        self.read_as, self.joined = _match_names(model, tensors)
+        self.read_as, self.joined = match_names(model, tensors)
         info = self._loading_info(model_class, plain)
         self.missing = [name for name in self.expected if name in info["missing_keys"]]
         found = {name: tuple(shape) for name, shape, _ in info["mismatched_keys"]}
@@ -195,7 +195,7 @@ def _load(model_class: Any, config: PretrainedConfig, tensors: Tensors) -> dict[
     return dict(info)
 
 
-def _match_names(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]]:
+def match_names(model: Any, tensors: Tensors) -> tuple[dict[str, str], set[str]]:
     """Return the model's name of each stored tensor, and the stored names that it joins or splits."""
     conversions, expected = get_model_conversion_mapping(model), model.state_dict()
     renamings = [one for one in conversions if isinstance(one, WeightRenaming)]

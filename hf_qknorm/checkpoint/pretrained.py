@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -14,6 +14,8 @@ from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.names import CONFIG, INDEX
 from hf_qknorm.model.config_checks import CAUSED, describe_error
 
+OTHER_HEADS: Final = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+
 
 def load_tokenizer(name: str | Path) -> Any:
     """Load the tokenizer of a folder or Hub name. Raises OSError or ValueError, naming it, if there is none."""
@@ -21,14 +23,20 @@ def load_tokenizer(name: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError) as error:  # of transformers, whose messages have paragraphs
         kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"{name}: no tokenizer can be loaded: {str(error).strip().splitlines()[0]}") from error
+        raise kind(f"{name}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
 
 
 def load_causal(source: Source, dtype: torch.dtype | str, **placement: Any) -> Any:
     """Load the causal language model of a checkpoint; `placement` are options of `from_pretrained`.
 
-    Raises ValueError for missing weights, or files that change during the loading.
+    Raises ValueError for a model with another head, missing weights, or files that change during the loading.
     """
+    named = "".join((source.config.architectures or [])[:1])
+    if named.endswith(OTHER_HEADS):
+        raise ValueError(
+            f"{source.folder / CONFIG}: the checkpoint is a {named}, which predicts no tokens to measure: give a "
+            "causal language model (a card needs no text)"
+        )
     model_class = AutoModelForCausalLM._model_mapping[type(source.config)]
     check_complete(model_class, source.config, source.weights.stored, source.weights.folder)
     check_readable(source.folder, source.folder)

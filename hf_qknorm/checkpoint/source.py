@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import re
@@ -15,15 +16,20 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
+from torch import Tensor
+from transformers.modeling_utils import load_state_dict
 
-from hf_qknorm.checkpoint.complete import NORM, check_complete
+from hf_qknorm.checkpoint.complete import NORM, check_complete, match_names
 from hf_qknorm.checkpoint.config import model_class_of, read_config
 from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES, copied_files, file_names
-from hf_qknorm.checkpoint.safetensors_files import Weights
+from hf_qknorm.checkpoint.safetensors_files import INDEX_BYTES, Weights
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import hub_token, is_path
 from hf_qknorm.files.names import CONFIG, INDEX, REPORT, SINGLE
 from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.load_checks import compare_eps
 from hf_qknorm.model.norms import eps_problem
 
 logger = logging.getLogger(__name__)
@@ -59,7 +65,10 @@ class Source:
         return check_complete(self.model_class, self.config, self.weights.stored, self.weights.folder)
 
     def check_gains(self) -> None:
-        """Raise ValueError, naming file and tensor, for an impossible gain, bias or knee of a head's norm."""
+        """Raise ValueError, naming file and tensor, for an impossible gain, bias or knee of a head's norm.
+
+        A stored ε must be the one that the config gives: `export_native` takes one or the other.
+        """
         least = self.config.scheme.eps if hasattr(self.config, "scheme") else torch.finfo(torch.float32).tiny
         for name in filter(NORM.search, self.weights.stored):
             values, where = self.weights.read(name), self.folder / self.weights.stored[name].file
@@ -70,6 +79,19 @@ class Source:
                 )
             if name.endswith(".eps") and (problem := eps_problem(values, least)):
                 raise ValueError(f"{where}: {name} {problem}")
+        if any(name.endswith(".eps") for name in self.weights.stored):
+            self._compare_eps()
+
+    def _compare_eps(self) -> None:
+        with torch.device("meta"):
+            model: Any = self.model_class(copy.deepcopy(self.config))
+        stored = {key: name for name, key in match_names(model, self.weights.stored)[0].items()}
+        for layer_name, layer in patched_layers(model).items():
+            for norm_name, norm in head_norms(layer).items():
+                name = stored.get(f"{layer_name}.{norm_name}.eps")
+                if name is not None and getattr(layer.config, "qk_norm_powers", None) is not None:
+                    where = self.folder / self.weights.stored[name].file
+                    compare_eps(f"{where}: {name}", self.weights.read(name), norm, self.config)
 
     def stored_name(self, model: Any, name: str) -> str:
         """Return the name in the weights of the patched model's attention layer `name`: the base prefix may differ.
@@ -150,10 +172,17 @@ def _open_weights(folder: Path, config: Any, allow_pickle: bool) -> Iterator[Wei
 
 
 def _save_unpickled(folder: Path, config: Any, target: Path) -> None:
-    """Save pickled weights as safetensors. Raises ValueError for tensors that are missing or of another shape."""
+    """Save pickled weights as safetensors.
+
+    Raises ValueError for files that can't be read, and for tensors that are missing or of another shape.
+    """
     model_class = model_class_of(config, folder)
     how = {"use_safetensors": False, "weights_only": True, "ignore_mismatched_sizes": True}
-    model, info = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True, **how)
+    try:
+        model, info = model_class.from_pretrained(folder, dtype="auto", output_loading_info=True, **how)
+    except Exception:  # of many types, which name no file
+        _check_pickles(folder)
+        raise
     wrong = dict.fromkeys(info["missing_keys"], "are missing")
     wrong |= {key: f"have shape {list(got)}, expected {list(asked)}" for key, got, asked in info["mismatched_keys"]}
     for key, problem in sorted(wrong.items()):  # transformers filled in random values, and would save them
@@ -162,6 +191,36 @@ def _save_unpickled(folder: Path, config: Any, target: Path) -> None:
             f"({model_class.__name__}). Is the download complete?"
         )
     model.save_pretrained(target)
+
+
+def _check_pickles(folder: Path) -> None:
+    """Raise ValueError, naming the file, for pickled weights, or an index of them, that can't be read."""
+    single, index = (folder / name for name in PICKLED)
+    files = [single]
+    if not single.is_file():
+        data = read_json(index, INDEX_BYTES)
+        for key in ("metadata", "weight_map"):
+            if not isinstance(data, dict) or not isinstance(data.get(key), dict):
+                raise ValueError(
+                    f'{index} has no mapping "{key}", without which transformers does not load it: download it again'
+                )
+        files = [folder / name for name in sorted({str(name) for name in data["weight_map"].values()})]
+    for file in files:
+        if not _is_state_dict(file):
+            raise ValueError(
+                f"{file} is truncated or corrupted, or holds other things than tensors: download it again, or look for "
+                "a safetensors version"
+            ) from None  # torch's error advises to let the file run its code
+
+
+def _is_state_dict(file: Path) -> bool:
+    try:
+        data: Any = load_state_dict(file, map_location="meta")
+    except OSError:  # names the file
+        raise
+    except Exception:  # torch raises various types
+        return False
+    return isinstance(data, dict) and all(isinstance(value, Tensor) for value in data.values())
 
 
 def _check_preferred(folder: Path, config: Any) -> None:

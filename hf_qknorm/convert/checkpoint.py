@@ -14,9 +14,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_qknorm.calibration.calibrate import MAX_TOKENS, Knee, calibrate
+from hf_qknorm.calibration.checks import check_inputs
 from hf_qknorm.checkpoint.config import check_readable
 from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
@@ -32,6 +34,8 @@ from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, REPORT
 from hf_qknorm.files.paths import check_space, user_path
 from hf_qknorm.hub.card import write_card
+from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.regroup import regrouped
 from hf_qknorm.measure.text import as_batches, check_batches, check_text, longest_sequence, sequence_length
 from hf_qknorm.model.attention import head_norms, patched_layers
@@ -42,6 +46,7 @@ from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone.generate import check_standalone, set_auto_map
 
 logger = logging.getLogger("hf_qknorm")
+PLANNED_TOKENS = 4096  # of a text, to try it
 
 
 def plan_conversion(
@@ -61,7 +66,7 @@ def plan_conversion(
     """Return the plan of `convert_checkpoint` with these arguments.
 
     Nothing is written, and of the weights only headers are read. Raises what `convert_checkpoint` raises before it
-    reads weights.
+    reads weights; `calibration` is tried if it is the source of a text.
 
     >>> print(qk.plan_conversion("llama", "converted", "qk_norm"))  # doctest: +ELLIPSIS
     source      llama (llama, ... parameters)
@@ -76,6 +81,8 @@ def plan_conversion(
     options = options.checked(calibration)
     with _open_convertible(src, options, allow_pickle) as (source, options):
         check_folder(destination, overwrite=overwrite, sources=[source.folder, calibration])
+        if isinstance(calibration, str | Path):  # an iterator would be used up
+            _batches(source, options, calibration, PLANNED_TOKENS)
         return make_plan(source, destination, options)
 
 
@@ -212,10 +219,7 @@ def _calibrate(
     Returns the report, the new or changed values by their stored names, the names of the model's tensors, and the
     powers behind its knee.
     """
-    tokenizer, length = partial(load_tokenizer, source.folder), sequence_length(source.config, options.length)
-    most = options.max_tokens or MAX_TOKENS
-    batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=most))
-    check_batches(batches, source.config)  # before the weights are read
+    batches = _batches(source, options, calibration, options.max_tokens or MAX_TOKENS)
     memory = memory_left(options.max_memory)
     with place_weights(source, longest_sequence(batches), memory, destination) as (placement, sequences):
         if sequences is not None:
@@ -231,6 +235,19 @@ def _calibrate(
         dataset = hub_name(calibration) if isinstance(calibration, str) else None
         report = replace(report, base_model=hub_name(source.name), dataset=dataset)
         return report, _changed_values(source, options, model), [*own_tensors(model)], model.config.qk_norm_powers
+
+
+def _batches(source: Source, options: Options, calibration: Any, max_tokens: int) -> Batches:
+    """Return the batches of a calibration. Raises ValueError for ones that the model can't be calibrated on."""
+    if source.config.is_encoder_decoder:
+        require_causal(source.config)
+    tokenizer, length = partial(load_tokenizer, source.folder), sequence_length(source.config, options.length)
+    batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=max_tokens))
+    check_batches(batches, source.config)
+    with torch.device("meta"):
+        model = source.model_class(copy.deepcopy(source.config))
+    check_inputs(model, batches)
+    return batches
 
 
 def _changed_values(source: Source, options: Options, model: Any) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -33,6 +34,7 @@ def serving_ways(src: str | os.PathLike[str]) -> list[Way]:
         check_exportable(folder, source.config)
         source.check_complete()
         config: Any = source.config
+        here = shlex.quote(str(folder))
         lost = [] if config.attn_logit_softcapping is None else [f"the cap of {config.attn_logit_softcapping:g}"]
         lost += ["the position bias"] if FAMILIES[config.base_model_type].style.bias else []
         batched = f"refused: continuous batching drops {lost[0]}" if lost else "exact"
@@ -44,12 +46,12 @@ def serving_ways(src: str | os.PathLike[str]) -> list[Way]:
             Way("transformers", "exact", "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"),
             _way("transformers, batched", batched, "model.generate_batch(...)"),
             Way("transformers serve", "refused: it loads transformers' own classes alone; serve an export", None),
-            _way("vLLM", biased, f"vllm serve {folder} --model-impl transformers --trust-remote-code"),
-            _way("SGLang", sglang, f"sglang serve --model-path {folder} --model-impl transformers --trust-remote-code"),
-            _export(source, f"hf-qknorm export {folder} DST", "exact", end=False),
+            _way("vLLM", biased, f"vllm serve {here} --model-impl transformers --trust-remote-code"),
+            _way("SGLang", sglang, f"sglang serve --model-path {here} --model-impl transformers --trust-remote-code"),
+            _export(source, f"hf-qknorm export {here} DST", "exact", end=False),
         ]
         if config.scheme.norms:
-            ways.append(_export(source, f"hf-qknorm export {folder} DST --texts TEXT", INEXACT, end=True))
+            ways.append(_export(source, f"hf-qknorm export {here} DST --texts TEXT", INEXACT, end=True))
         return ways
 
 

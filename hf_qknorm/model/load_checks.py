@@ -18,7 +18,7 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
 from hf_qknorm.model.knee_state_dict import switched_on
-from hf_qknorm.model.norms import NORM_FIELDS, eps_problem
+from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm, eps_problem
 
 PARAMETERS: Final = ("weight", "bias", "blend", "eps")  # of a norm
 DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -177,8 +177,14 @@ def take_eps(model: PreTrainedModel, missing: set[str]) -> None:
                 )
             if not in_config:
                 norm.take_eps(stored)
-            elif not absent and abs(float(stored) / float(norm.eps) - 1) > ROUNDING:
-                raise ValueError(
-                    f"{key} is {float(stored):g} in the weights, and {float(norm.eps):g} by the knee and the "
-                    f"qk_norm_powers of {config_file(config)}. Restore the config.json that was saved with the weights"
-                )
+            elif not absent:
+                compare_eps(key, stored, norm, config)
+
+
+def compare_eps(name: str, stored: torch.Tensor, norm: HeadNorm, config: Any) -> None:
+    """Raise ValueError for a stored ε, of that `name`, unless it is the one that the norm has by its config."""
+    if abs(float(stored) / float(norm.eps) - 1) > ROUNDING:
+        raise ValueError(
+            f"{name} is {float(stored):g} in the weights, and {float(norm.eps):g} by the knee and the "
+            f"qk_norm_powers of {config_file(config)}. Restore the config.json that was saved with the weights"
+        )

@@ -6,9 +6,12 @@ import json
 
 import pytest
 import torch
+import transformers
 
+from hf_qknorm import patch_model
 from hf_qknorm.checkpoint.pretrained import load_causal, load_tokenizer
 from hf_qknorm.checkpoint.source import open_source
+from qknorm_tests.folders import configure
 from qknorm_tests.tiny import tiny_model
 
 
@@ -26,6 +29,30 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
     tiny_model("llama").base_model.save_pretrained(tmp_path)
     with open_source(tmp_path) as source, pytest.raises(ValueError, match=r"no entry for lm_head.weight"):
         load_causal(source, "auto")
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_models_that_predict_no_tokens_are_refused(head, patched, tmp_path):
+    model = getattr(transformers, f"LlamaFor{head}")(tiny_model("llama").config)
+    (patch_model(model, "qk_norm") if patched else model).save_pretrained(tmp_path)
+    message = rf"config.json: the checkpoint is a {'QKNorm' if patched else ''}LlamaFor{head}, which predicts no tokens"
+    with open_source(tmp_path) as source, pytest.raises(ValueError, match=message):
+        load_causal(source, "auto")
+
+
+def test_a_config_may_name_no_class(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    configure(tmp_path, architectures=None)
+    with open_source(tmp_path) as source:
+        assert type(load_causal(source, "auto")).__name__ == "LlamaForCausalLM"
+
+
+def test_the_whole_message_of_a_tokenizer_that_is_missing_is_kept(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises((ValueError, OSError), match=r"no tokenizer can be loaded: .* one of: \(1\) .*\(3\)") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
 
 
 def test_a_tokenizer_of_strange_code_is_refused_in_a_line(tmp_path):

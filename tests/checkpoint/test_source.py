@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +16,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE
+from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
-from qknorm_tests.folders import configure, contents, loaded, logits, save
+from qknorm_tests.folders import configure, contents, edit, loaded, logits, save
+from qknorm_tests.kneed import as_older, kneed
 from qknorm_tests.tables import as_loaded, sharp_model
 
 MODELS = {"single": {}, "sharded": {"max_shard_size": "60KB"}}
@@ -132,6 +137,103 @@ def test_incomplete_pickles_are_refused(damage, tmp_path):
     with pytest.raises(ValueError, match=r"in the pickled weights, the values of model.norm.weight (are missing|have)"):
         convert_checkpoint(source, tmp_path / "out", allow_pickle=True)
     assert os.listdir(tmp_path) == ["source"]
+
+
+class Touch:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+PICKLE, PICKLES = "pytorch_model.bin", "pytorch_model.bin.index.json"
+UNREADABLE: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "half": (PICKLE, lambda data: data[: len(data) // 2]),
+    "empty": (PICKLE, lambda data: b""),
+    "junk": (PICKLE, lambda data: b"junk"),
+    "code": (PICKLE, lambda data: pickle.dumps({"x": Touch(Path("ran"))}, protocol=2)),
+    "a list": (PICKLE, lambda data: pickle.dumps([1], protocol=2)),
+    "index without metadata": (PICKLES, lambda data: b'{"weight_map": {"x": "x.bin"}}'),
+    "index without map": (PICKLES, lambda data: b'{"metadata": {}}'),
+    "index of a list": (PICKLES, lambda data: b"[]"),
+    "index of nothing": (PICKLES, lambda data: b""),
+}
+
+
+@pytest.mark.parametrize("damage", UNREADABLE)
+def test_unreadable_pickles_are_named(damage, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name, change = UNREADABLE[damage]
+    source = save(sharp_model("llama"), tmp_path / "source")
+    torch.save(sharp_model("llama").state_dict(), source / PICKLE)
+    data = (source / PICKLE).read_bytes()
+    for file in (SINGLE, PICKLE):
+        (source / file).unlink()
+    (source / name).write_bytes(change(data))
+    with pytest.raises(ValueError, match=rf"{source / name} .*download it again") as error:
+        convert_checkpoint(source, tmp_path / "out", allow_pickle=True)
+    assert "weights_only" not in str(error.value)
+    assert os.listdir(tmp_path) == ["source"]
+
+
+def test_the_unreadable_one_of_several_pickles_is_named(tmp_path):
+    source = save(sharp_model("llama"), tmp_path / "source")
+    (source / SINGLE).unlink()
+    files = [f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2)]
+    torch.save({"lm_head.weight": sharp_model("llama").lm_head.weight}, source / files[0])
+    (source / files[1]).write_bytes(b"")
+    weight_map = {"lm_head.weight": files[0], "model.norm.weight": files[1]}
+    (source / PICKLES).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    with pytest.raises(ValueError, match=rf"{source / files[1]} is truncated or corrupted"):
+        convert_checkpoint(source, tmp_path / "out", allow_pickle=True)
+
+
+Q_EPS = "model.layers.1.self_attn.q_norm.eps"
+
+
+def setting(folder: Path, name: str) -> Any:
+    return json.loads((folder / "config.json").read_text())[name]
+
+
+CONTRADICTIONS: dict[str, Callable[[Path], object]] = {
+    "knee": lambda f: configure(f, qk_norm=setting(f, "qk_norm") | {"knee": 400.0}),
+    "powers": lambda f: configure(
+        f, qk_norm_powers={layer: dict.fromkeys(norms, 9.0) for layer, norms in setting(f, "qk_norm_powers").items()}
+    ),
+    "eps": lambda f: edit(f, lambda weights: weights[Q_EPS].mul_(1.5)),
+}
+
+
+@pytest.mark.parametrize("change", CONTRADICTIONS)
+def test_a_stored_eps_that_the_config_does_not_give_is_refused(change, tmp_path):
+    source = save(kneed(), tmp_path / "source")
+    CONTRADICTIONS[change](source)
+    message = rf"{SINGLE}: model.layers.\d.self_attn.q_norm.eps is .* in the weights, and .* by the knee and the qk_no"
+    with pytest.raises(ValueError, match=message):
+        export_native(source, tmp_path / "out")
+    with pytest.raises(ValueError, match=message), open_checkpoint(source):
+        pass
+    assert os.listdir(tmp_path) == ["source"]
+
+
+KNEED: dict[str, Callable[[Path], object]] = {
+    "llama": lambda f: save(kneed(), f),
+    "gpt2": lambda f: save(kneed("layer"), f),
+    "without a head": lambda f: save(kneed().base_model, f),
+    "rounded": lambda f: edit(save(kneed(), f), lambda weights: weights.update({Q_EPS: weights[Q_EPS].half()})),
+    "older": lambda f: as_older(save(kneed(), f)),
+}
+
+
+@pytest.mark.parametrize("made", KNEED)
+def test_a_stored_eps_of_the_config_is_taken(made, tmp_path):
+    KNEED[made](tmp_path / "source")
+    with open_source(tmp_path / "source") as source:
+        assert any(name.endswith(".eps") for name in source.weights.stored)
+        source.check_gains()
 
 
 def test_a_repeated_entry_in_a_header_is_refused(tmp_path):

@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertForMaskedLM, T5ForConditionalGeneration
 
 from hf_qknorm import SCHEMES, convert_checkpoint, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX
 from hf_qknorm.convert import checkpoint
+from hf_qknorm.demo.training import byte_tokenizer
 from qknorm_tests.folders import contents, loaded, save
 from qknorm_tests.tables import trained_like
+from qknorm_tests.tiny import tiny_config
 
 
 def _truncate(path: Path) -> None:
@@ -107,6 +110,44 @@ def test_other_refusals(llama, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["adapter", "biased", "out", "photos", "source"]
     convert_checkpoint(llama, out, "soft_cap", overwrite=True)
     assert loaded(out).config.scheme == SCHEMES["soft_cap"]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model_class", "message"),
+    [
+        (
+            "t5",
+            T5ForConditionalGeneration,
+            "t5 has bidirectional attention and predicts no next token, which is measured here: patch it with",
+        ),
+        (
+            "bert",
+            BertForMaskedLM,
+            "BertForMaskedLM has bidirectional attention and predicts masked tokens: give batches with",
+        ),
+    ],
+)
+def test_models_that_a_text_can_not_calibrate_are_refused_before_their_weights_are_read(
+    model_type, model_class, message, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(checkpoint, "place_weights", None)
+    source = save(model_class(tiny_config(model_type, vocab_size=300, is_decoder=False)), tmp_path / "source")
+    byte_tokenizer().save_pretrained(source)
+    (tmp_path / "text.txt").write_text("to be or not to be " * 20)
+    for convert in (plan_conversion, convert_checkpoint):
+        with pytest.raises(ValueError, match=message):
+            convert(source, tmp_path / "out", "qk_norm", calibration=tmp_path / "text.txt")
+
+
+def test_a_plan_tries_the_text_and_leaves_an_iterator(llama, tmp_path):
+    texts = iter(["to be or not to be " * 20])
+    plan_conversion(llama, tmp_path / "out", calibration=texts)
+    assert list(texts)
+    (tmp_path / "text.txt").write_text("to be")
+    with pytest.raises(ValueError, match="the text gives 4 tokens to predict, expected at least 16"):
+        plan_conversion(llama, tmp_path / "out", calibration=str(tmp_path / "text.txt"))
+    (tmp_path / "text.txt").write_text("to be or not to be " * 2)
+    plan_conversion(llama, tmp_path / "out", calibration=str(tmp_path / "text.txt"), length=2)
 
 
 def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch):

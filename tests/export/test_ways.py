@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,14 @@ def test_the_command_lists_them(tmp_path, capsys):
     sharp_model("llama").save_pretrained(tmp_path / "plain")
     assert main(["export", str(tmp_path / "plain")]) == 1
     assert "is a plain llama, not a patched model" in capsys.readouterr().err
+
+
+def test_a_path_in_a_command_is_quoted(tmp_path):
+    folder = tmp_path / "our model's"
+    save_patched(folder, *CASES["llama, a knee"])
+    commands = [way.command for way in serving_ways(folder) if way.command and "our" in way.command]
+    assert len(commands) == 4
+    assert all(str(folder) in shlex.split(command) for command in commands)
 
 
 def test_texts_measure_the_removal(tmp_path, capsys):
