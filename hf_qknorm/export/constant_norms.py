@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.export.tensor_plan import TensorPlan
-from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights
+from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, check_unshared
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers, require_patched
 from hf_qknorm.model.knees import NO_NORM, set_knee
 from hf_qknorm.model.norms import HeadNorm
@@ -71,7 +71,7 @@ def constant_norms(model: nn.Module) -> list[ConstantNorm]:
     clip in front of the norms, and a bias of a norm whose projection has none.
     """
     layers = require_patched(model)
-    check_norms(layers)
+    check_norms(model)
     found = []
     parts = attention_head_weights(model)
     for name, layer in layers.items():
@@ -92,9 +92,9 @@ def constant_norms(model: nn.Module) -> list[ConstantNorm]:
     return found
 
 
-def check_norms(layers: dict[str, QKNormAttention]) -> None:
-    """Raise ValueError unless the layers' scheme norms queries or keys alone, directly behind their projections."""
-    first = next(iter(layers.values()))
+def check_norms(model: nn.Module) -> None:
+    """Raise ValueError unless a patched model norms queries or keys alone, each behind a projection of its own."""
+    first = next(iter(require_patched(model).values()))
     if first.scheme.v is not None or not first.scheme.norms:
         raise ValueError(f"got the scheme {first.scheme}: expected norms of queries and keys alone")
     if first.family.latent:
@@ -106,6 +106,7 @@ def check_norms(layers: dict[str, QKNormAttention]) -> None:
             f"the model clips its queries and keys to ±{bound:g} in front of the norms, which can't be folded past "
             "that: train it without the clip (clip_qkv=None) first"
         )
+    check_unshared(attention_head_weights(model), "the norms of both can't be folded into them. Keep the norms")
 
 
 def sides(layer: QKNormAttention) -> dict[str, HeadNorm]:
@@ -134,7 +135,7 @@ def fold_constant_norms(plan: TensorPlan, source: Source, *, end: bool = False) 
             found = {kind: plan.reader(name)() for kind, name in names.items() if name in plan}
             norm.load_state_dict(found, assign=True)
     if end:
-        check_norms(patched_layers(model))
+        check_norms(model)
         set_knee(model, math.inf)
     for constant in constant_norms(model):
         stored = source.stored_name(model, constant.layer)

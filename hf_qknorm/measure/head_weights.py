@@ -5,7 +5,7 @@ For patched and unpatched models, and for sharded weights (DTensor), whose shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -107,6 +107,15 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
         name: (_latent_parts if family.latent else _parts)(name, layer, family, input_norm(model, name, layer, family))
         for name, layer, family in attention_layers(model)
     }
+
+
+def check_unshared(parts: Mapping[str, Mapping[str, HeadWeights]], consequence: str) -> None:
+    """Raise ValueError, with the consequence, if two layers share weights, as Zamba's do."""
+    owners: dict[int, str] = {}
+    for name, own in parts.items():
+        for part in own.values():
+            if (owner := owners.setdefault(id(part.weight), name)) != name:
+                raise ValueError(f"{owner} and {name} share weights: {consequence}")
 
 
 def fused_outputs(model: nn.Module) -> Iterator[tuple[Any, int, list[Tensor]]]:

@@ -125,9 +125,8 @@ class PassFilter:
 
     def __init__(self, selects: Callable[[nn.Module], bool] | None = None) -> None:
         self.selects = selects
-        self.mask: Tensor | None = None
         self.watching = selects is None
-        self.depth = 0  # of nested models
+        self.masks: list[list[Tensor | None]] = []  # of nested models: their own, and their encoder's
 
     def observe(self, model: nn.Module, observers: Mapping[str, Any], stack: ExitStack) -> None:
         """Add the observers to the layers of these names until `stack` is closed, and hook all transformers models."""
@@ -142,26 +141,29 @@ class PassFilter:
         stack.callback(setattr, self, "watching", False)  # even if another observer still calls these
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.depth += 1
-        if self.depth == 1 and self.selects is not None:
+        if not self.masks and self.selects is not None:
             self.watching = self.selects(module)
-        mask = kwargs.get("attention_mask")
-        if mask is None and args:
-            signature = inspect.signature(type(module).forward)
-            mask = signature.bind_partial(module, *args).arguments.get("attention_mask")
+        if args and kwargs.get("attention_mask") is None:
+            kwargs = kwargs | inspect.signature(type(module).forward).bind_partial(module, *args).arguments
+        masks = (kwargs.get(name) for name in ("attention_mask", "encoder_attention_mask"))
         # a mask of four dimensions holds the visible keys, not the padding
-        self.mask = mask.detach() if isinstance(mask, Tensor) and mask.dim() == 2 else None
+        self.masks.append([x.detach() if isinstance(x, Tensor) and x.dim() == 2 else None for x in masks])
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.depth -= 1
-        if self.depth == 0 and self.selects is not None:
+        self.masks.pop()
+        if not self.masks and self.selects is not None:
             self.watching = False
 
-    def real(self, rows: int | None, length: int, device: torch.device) -> Tensor | None:
-        """Which of the last `length` tokens of the first `rows` sequences are not padding, `[B, T]`; None for all."""
-        if self.mask is None:
+    def real(self, rows: int | None, length: int, device: torch.device, encoder: bool = False) -> Tensor | None:
+        """Which of the last `length` tokens of the first `rows` sequences are not padding, `[B, T]`; None for all.
+
+        Tokens in front of the mask, such as those of an image, are none. With `encoder` they are the encoder's.
+        """
+        mask = self.masks[-1][encoder] if self.masks else None
+        if mask is None or (encoder and mask.shape[1] != length):
             return None
-        real = self.mask[:rows, -length:].to(device).bool()
+        real = mask[:rows, -length:].to(device).bool()
+        real = nn.functional.pad(real, (length - real.shape[1], 0), value=True)
         return None if bool(real.all()) else real
 
 
@@ -180,6 +182,7 @@ class _Watcher:
         self.name, self.collected, self.passes, self.cap, self.rows = name, collected, passes, cap, rows
         self.lengths: dict[str, Tensor] = {}
         self.tokens = (-1, -1)  # of the present pass: sequences, and their length
+        self.queries = 0
 
     @torch.no_grad()
     def before_norm(self, name: str, x: Tensor, norm: HeadNorm | None = None) -> None:
@@ -194,7 +197,9 @@ class _Watcher:
         beyond = torch.full_like(square, torch.nan)
         if norm is not None and norm.knee and not norm.bypass:
             beyond = beyond_knee(norm, y).to(square.dtype)
-        real = self.passes.real(self.rows, x.shape[1], x.device)
+        self.queries = x.shape[1] if name == "q_norm" else self.queries
+        across = name in ("k_norm", "v_norm") and 0 < self.queries != x.shape[1]
+        real = self.passes.real(self.rows, x.shape[1], x.device, encoder=across)
         weight = torch.ones_like(square) if real is None else real[..., None].to(square.dtype).expand_as(square)
         values = torch.stack([weight, square, beyond])
         self.lengths[name] = torch.where(weight > 0, values, 0.0).sum((1, 2))

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from hf_qknorm.attend.calls import Structure
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import world_size
-from hf_qknorm.measure.head_weights import attention_head_weights, normed_sides, parameter_factors
+from hf_qknorm.measure.head_weights import attention_head_weights, check_unshared, normed_sides, parameter_factors
 from hf_qknorm.measure.logit_statistics import PassFilter
 from hf_qknorm.measure.logits import visible_keys
 from hf_qknorm.model.attention import QKNormAttention, require_patched
@@ -59,11 +59,7 @@ class QKClip(TrainerCallback):
         self.layers = require_patched(model)
         self.exponents = {name: _exponents(name, layer) for name, layer in self.layers.items()}
         self.parts = attention_head_weights(model)
-        owners: dict[int, str] = {}
-        for name, parts in self.parts.items():
-            for part in parts.values():
-                if (owner := owners.setdefault(id(part.weight), name)) != name:
-                    raise ValueError(f"{owner} and {name} share weights: QKClip would clip them twice")
+        check_unshared(self.parts, "QKClip would clip them twice")
         self.heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
         self.passes = PassFilter(lambda model: torch.is_grad_enabled())

@@ -27,7 +27,7 @@ from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.head_weights import attention_head_weights, parameter_factors
 from hf_qknorm.measure.predictions import loss_of
 from hf_qknorm.measure.text import batches_for, check_batches
-from hf_qknorm.model.attention import evaluating, head_norms, patched_layers, require_patched
+from hf_qknorm.model.attention import evaluating, head_norms, patched_layers
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee, centred_and_size, set_knee
 from hf_qknorm.model.norms import HeadNorm
@@ -123,7 +123,7 @@ def remove_norms(
     """
     if data is None and max_loss_increase is not None:
         raise ValueError(f"max_loss_increase={max_loss_increase:g} needs data: give text to measure the loss on")
-    check_norms(require_patched(model))
+    check_norms(model)
     batches = None
     if data is not None:
         batches = batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
@@ -181,7 +181,7 @@ def _check_patched(model: Any) -> None:
             f"{type(model).__name__} is neither patched nor a Qwen 3: norms are removed from a patched model, or from "
             "a Qwen 3, which becomes a Llama"
         )
-    check_norms(patched_layers(model))
+    check_norms(model)
     scheme = model.config.scheme
     if scheme.gain == "none":
         raise ValueError(f"got the scheme {scheme}: expected norms with gains, which follow the knee")

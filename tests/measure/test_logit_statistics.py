@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
+from transformers import T5ForConditionalGeneration
 
 from hf_qknorm import Scheme, logit_statistics, patch_model
 from hf_qknorm.families import FAMILIES, style
@@ -13,7 +14,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
-from qknorm_tests.tiny import tiny_model
+from qknorm_tests.tiny import tiny_config, tiny_model
 
 
 def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
@@ -234,3 +235,24 @@ def test_packed_sequences_are_separate():
     for name, entry in apart.items():
         torch.testing.assert_close(packed[name].max_logit, entry.max_logit, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(packed[name].entropy, entry.entropy, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "git"])
+@pytest.mark.parametrize("length", [4, 15])
+def test_the_padding_of_an_encoder_and_behind_an_image_does_not_count(model_type, length):
+    source, target = tokens(2, 12), tokens(2, length, seed=1)
+    padded, cut = torch.ones_like(source), source[:, :7]
+    padded[:, 7:] = 0
+    if model_type == "t5":
+        model = patch_model(T5ForConditionalGeneration(tiny_config("t5")).eval(), "qk_norm")
+        inputs = {"decoder_input_ids": target, "decoder_attention_mask": torch.ones_like(target)}
+    else:
+        model, inputs = patch_model(tiny_model("git"), "qk_norm"), {"pixel_values": torch.randn(2, 3, 16, 16)}
+    found = []
+    for ids, mask in ((source, padded), (cut, None)):
+        with torch.no_grad(), logit_statistics(model) as seen:
+            model(input_ids=ids, attention_mask=mask, **inputs)
+        found.append(seen)
+    for name, entry in found[1].items():
+        torch.testing.assert_close(found[0][name].rms_q, entry.rms_q)
+        torch.testing.assert_close(found[0][name].rms_k, entry.rms_k)

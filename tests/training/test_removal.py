@@ -137,6 +137,9 @@ def reason(name: str, make: Any, message: str) -> Any:
         reason("values", lambda: plain("layer"), "of queries and keys alone"),
         reason("clipped", lambda: patch_model(sharp_model("olmo"), "qk_norm"), r"clips its queries and keys to ±1 in"),
         reason("latent", lambda: patch_model(sharp_model("deepseek_v3"), "qk_norm"), "a norm of latent attention"),
+        reason(
+            "shared", lambda: patch_model(sharp_model("zamba"), "qk_norm"), "share weights: the norms of both can't"
+        ),
         reason("capped qwen3", lambda: patch_model(qwen3(), "soft_cap"), "Qwen3ForCausalLM is changed already"),
         reason(
             "window",
@@ -168,6 +171,8 @@ def test_norms_that_act_or_have_a_bias_are_not_folded():
     set_knee(values, math.inf)
     with pytest.raises(ValueError, match="of queries and keys alone"):
         remove_norms(values)
+    with pytest.raises(ValueError, match="share weights"):
+        remove_norms(patch_model(sharp_model("zamba"), "qk_norm"), TEXT)
     with pytest.raises(ValueError, match="is not patched"):
         remove_norms(sharp_model("llama"))
 
