@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from torch import nn
 from transformers.utils import ModelOutput
 
-from hf_qknorm.calibration.checks import check_inputs, check_supported, scheme_of
+from hf_qknorm.calibration.checks import check_inputs, check_supported, predicts_masked, scheme_of
 from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
 from hf_qknorm.calibration.knees import (
     EXPORT_KNEE,
@@ -38,7 +38,6 @@ from hf_qknorm.measure.distributed import (
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.predictions import (
     evaluate,
-    is_bidirectional,
     layer_reports,
     output_error,
     predictions,
@@ -121,11 +120,10 @@ def calibrate(
     """
     ranks, bare = ranks_of(model), unwrap(model)
     method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase, exportable)
-    align_to = _exported_eps(bare, knee) if exportable else None
+    align_to = exported_eps(bare.config, knee) if exportable else None
     check_supported(bare, max_loss_increase)
     cut: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
-    masked = is_bidirectional(bare.config) and bare.get_output_embeddings() is not None
-    batches = batches_for(bare, data, tokenizer, labels=masked, **cut)
+    batches = batches_for(bare, data, tokenizer, labels=predicts_masked(bare), **cut)
     sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
     cap = bare.config.attn_logit_softcapping or CAP
     with restored_attention(bare, only_on_error=True), rescaled_copies(bare):
@@ -255,9 +253,9 @@ def resolve_method(
     return method or "moments", knee
 
 
-def _exported_eps(model: Any, knee: Knee) -> float:
-    """The eps of a model's native counterpart. Raises ValueError if there is none with this knee."""
-    config = copy.copy(model.config)
+def exported_eps(config: Any, knee: Knee) -> float:
+    """The eps of a patched model's native counterpart. Raises ValueError if there is none with this knee."""
+    config = copy.copy(config)
     config.set_scheme(replace(config.scheme, knee=knee))
     find_target(config)
     return own_eps(config)

@@ -31,6 +31,11 @@ def scheme_of(model: Any) -> Scheme:
     return model.config.scheme
 
 
+def predicts_masked(model: Any) -> bool:
+    """Whether a model predicts masked tokens, which its batches label."""
+    return is_bidirectional(model.config) and model.get_output_embeddings() is not None
+
+
 def check_inputs(model: Any, batches: Batches) -> None:
     """Raise ValueError for batches without the model's input, or without labels that a masked language model needs."""
     if missing := next((batch for batch in batches if model.main_input_name not in batch), None):
@@ -38,9 +43,7 @@ def check_inputs(model: Any, batches: Batches) -> None:
             f'{type(model).__name__} takes "{model.main_input_name}", and a batch has {", ".join(missing)}: give '
             "mappings with it"
         )
-    if not is_bidirectional(model.config):
-        return
-    if model.get_output_embeddings() is not None and not all("labels" in batch for batch in batches):
+    if predicts_masked(model) and not all("labels" in batch for batch in batches):
         raise ValueError(
             f"{type(model).__name__} has bidirectional attention and predicts masked tokens: give batches with "
             '"input_ids", some of them masked, and "labels", as DataCollatorForLanguageModeling makes them'

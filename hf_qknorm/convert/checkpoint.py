@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.calibration.calibrate import MAX_TOKENS, Knee, calibrate
-from hf_qknorm.calibration.checks import check_inputs
+from hf_qknorm.calibration.calibrate import MAX_TOKENS, Knee, calibrate, exported_eps
+from hf_qknorm.calibration.checks import check_inputs, predicts_masked
 from hf_qknorm.checkpoint.config import check_readable
 from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
@@ -188,6 +188,8 @@ def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> 
             options = replace(options, scheme=options.scheme.resolve())
             sequence_length(source.config, options.length)
             check_scheme(model_type, source.config, options.scheme)
+            if options.exportable:
+                exported_eps(converted_config(source, options.scheme), options.scheme.knee)
         except ValueError as error:
             raise ValueError(f"{source.folder / CONFIG}: {error}") from error
         source.check_complete()
@@ -241,11 +243,12 @@ def _batches(source: Source, options: Options, calibration: Any, max_tokens: int
     """Return the batches of a calibration. Raises ValueError for ones that the model can't be calibrated on."""
     if source.config.is_encoder_decoder:
         require_causal(source.config)
-    tokenizer, length = partial(load_tokenizer, source.folder), sequence_length(source.config, options.length)
-    batches = list(as_batches(calibration, tokenizer, batch=SEQUENCES, length=length, max_tokens=max_tokens))
-    check_batches(batches, source.config)
     with torch.device("meta"):
         model = source.model_class(copy.deepcopy(source.config))
+    cut = {"batch": SEQUENCES, "length": sequence_length(source.config, options.length), "max_tokens": max_tokens}
+    labels = predicts_masked(model)
+    batches = list(as_batches(calibration, partial(load_tokenizer, source.folder), labels=labels, **cut))
+    check_batches(batches, source.config)
     check_inputs(model, batches)
     return batches
 

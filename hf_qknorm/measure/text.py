@@ -60,8 +60,13 @@ def _paths(source: str | None) -> list[Path] | None:
     if source is None:
         return sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     path = user_path(source, "the text's source")
-    if path.is_file():
-        return [path]
+    try:
+        if path.is_file():
+            return [path]
+    except OSError:  # the name is too long
+        raise ValueError(
+            f"{shorten(source)} names no file, folder or dataset: give text in a list, as [text]"
+        ) from None
     if path.is_dir():
         return sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
     if is_path(source) or path.suffix in TEXT_SUFFIXES or os.path.lexists(path):

@@ -50,18 +50,19 @@ class KneeStateDict(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_knee(destination, prefix, self.scheme.knee)
+        save_knee(destination, prefix, self.scheme.knee, self.scheme.sharpness)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as PyTorch does, with the knee of the weights if both have one and the state dict's metadata tell it.
+        """Load as PyTorch does, with the weights' knee and sharpness if both have a knee and the metadata tell them.
 
         An eps of a norm without a knee is an error with `strict=False` (Trainer, PEFT) too.
 
         The config forgets its powers, which may belong to another calibration: the next save writes the weights' own.
         """
         metadata, *_, errors = args
-        if (knee := saved_knee(metadata, self.scheme.knee)) != self.scheme.knee:
-            self.scheme = dataclasses.replace(self.scheme, knee=knee)
+        own = self.scheme.knee, self.scheme.sharpness
+        if (found := saved_knee(metadata, *own)) != own:
+            self.scheme = dataclasses.replace(self.scheme, knee=found[0], sharpness=found[1])
             self.config.set_scheme(self.scheme)
         for key in _eps_keys(state_dict, prefix):
             self.config.qk_norm_powers = None
@@ -74,16 +75,17 @@ class KneeStateDict(nn.Module):
         load(state_dict, prefix, *args)
 
 
-def save_knee(state: Any, prefix: str, knee: float) -> None:
-    """Write a module's knee into a state dict's metadata, which `torch.save` keeps: ε alone does not tell it."""
+def save_knee(state: Any, prefix: str, knee: float, sharpness: int) -> None:
+    """Write a module's knee and sharpness into a state dict's metadata, which `torch.save` keeps: ε tells neither."""
     metadata = getattr(state, "_metadata", {}).get(prefix[:-1])
     if metadata is not None and knee:
-        metadata["knee"] = knee
+        metadata["knee"] = knee, sharpness
 
 
-def saved_knee(metadata: Any, knee: float) -> float:
-    """The knee in a module's metadata; its present one without, and for a module without a knee."""
-    return float(metadata.get("knee", knee)) if knee else knee
+def saved_knee(metadata: Any, knee: float, sharpness: int) -> tuple[float, int]:
+    """Knee and sharpness in a module's metadata; the present ones without, and for a module without a knee."""
+    found: tuple[float, int] = metadata.get("knee", (knee, sharpness)) if knee else (knee, sharpness)
+    return found
 
 
 def _eps_keys(state: Any, prefix: str) -> list[str]:

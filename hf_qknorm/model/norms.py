@@ -152,7 +152,7 @@ class HeadNorm(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_knee(destination, prefix, self.knee)
+        save_knee(destination, prefix, self.knee, self.scheme_sharpness)
         destination.pop(f"{prefix}eps", None)  # of `expect_eps`
         if self.knee:
             destination[f"{prefix}eps"] = self.eps
@@ -160,7 +160,7 @@ class HeadNorm(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load as PyTorch does, and take the ε of a knee."""
         metadata, _, missing, _, errors = args
-        self.knee = saved_knee(metadata, self.knee)
+        self.knee, self.scheme_sharpness = saved_knee(metadata, self.knee, self.scheme_sharpness)
         self._buffers.pop("eps", None)
         stored = state_dict.get(f"{prefix}eps") if self.knee else None
         if stored is not None and not stored.is_meta:

@@ -139,6 +139,23 @@ def test_models_that_a_text_can_not_calibrate_are_refused_before_their_weights_a
             convert(source, tmp_path / "out", "qk_norm", calibration=tmp_path / "text.txt")
 
 
+def test_a_masked_model_is_calibrated_on_batches_with_labels(tmp_path):
+    source = save(BertForMaskedLM(tiny_config("bert", vocab_size=64, is_decoder=False)), tmp_path / "source")
+    tokens = torch.randint(3, 64, (4, 20))
+    labels = tokens.where(torch.rand(tokens.shape) < 0.5, -100)
+    report = convert_checkpoint(
+        source, tmp_path / "out", "qk_norm", calibration=[{"input_ids": tokens, "labels": labels}]
+    )
+    assert report is not None
+    assert report.tokens == 80
+
+
+def test_a_plan_refuses_an_exportable_conversion_that_has_no_native_model(llama, tmp_path):
+    """The default scheme has a cap."""
+    with pytest.raises(ValueError, match=r"config.json: norms .* or the cap of 50 would be lost"):
+        plan_conversion(llama, tmp_path / "out", calibration="text", exportable=True)
+
+
 def test_a_plan_tries_the_text_and_leaves_an_iterator(llama, tmp_path):
     texts = iter(["to be or not to be " * 20])
     plan_conversion(llama, tmp_path / "out", calibration=texts)

@@ -26,6 +26,8 @@ def test_sources_without_text_are_refused(tmp_path, monkeypatch):
         load_text(str(tmp_path / "missing.txt"))
     with pytest.raises(ValueError, match="no text in it"):
         load_text(str(tmp_path))
+    with pytest.raises(ValueError, match=r"^'To be or not.* names no file, folder or dataset: give text in a list"):
+        load_text("To be or not to be. " * 99)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match="pip install datasets"):
         load_text("owner/corpus")

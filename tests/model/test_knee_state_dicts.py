@@ -34,12 +34,14 @@ def test_a_run_goes_on_with_the_knee_of_its_checkpoint(case: str) -> None:
 @pytest.mark.parametrize("knee", [0.5, math.inf])
 def test_the_metadata_of_a_state_dict_tell_the_knee(knee: float, tmp_path: Any) -> None:
     run, resumed = kneed("scalar"), kneed("scalar")
+    apply_knee(run, 4.0, sharpness=8)
     set_knee(run, 1.0)
     set_knee(resumed, knee)
     torch.save(run.state_dict(), tmp_path / "weights.pt")
     resumed.load_state_dict(torch.load(tmp_path / "weights.pt"))
     assert resumed.config.scheme == run.config.scheme
     assert powers_of(resumed) == powers_of(run)
+    assert torch.equal(logits(resumed), logits(run))
     for model in (run, resumed):
         set_knee(model, 0.0)
     assert torch.equal(logits(resumed), logits(run))
