@@ -128,7 +128,7 @@ class Scheme:
         return NORMS[norm].biased and self.gain in CHANNEL_GAINS if self.bias is None else self.bias
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the scheme as JSON-ready data: the fields of version 0.1, and later ones but for defaults."""
+        """Return JSON-ready data: the fields of version 0.1, and later fields that differ from their defaults."""
         default = vars(Scheme())
         return {name: value for name, value in vars(self).items() if name in STORED or value != default[name]}
 

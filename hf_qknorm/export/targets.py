@@ -164,8 +164,9 @@ def find_target(config: Any) -> Target:
     if config.attn_logit_softcapping is not None:
         parts.append(f"the cap of {config.attn_logit_softcapping:g}")
     raise ValueError(
-        f"{' or '.join(parts)} would be lost: no model of transformers is a {base} but for "
-        f"{'both' if len(parts) > 1 else parts[0]}. What can be exported: {', '.join(possible)}; never norms and a cap"
+        f"{' or '.join(parts)} would be lost: transformers has no model that is a {base} with "
+        f"{'norms and a cap' if len(parts) > 1 else parts[0]}. What can be exported: {', '.join(possible)}; never "
+        "norms and a cap"
     )
 
 

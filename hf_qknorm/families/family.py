@@ -40,7 +40,7 @@ def without(setting: str, reason: str) -> Callable[[Any], str | None]:
 class Family:
     """A model type of transformers: the attention class that is patched, its style, and the model's own features.
 
-    `norm` is the norm that "auto" stands for. `pre_norm` is the attribute of the decoder layer that holds the norm
+    `norm` is the model's own kind of norm. `pre_norm` is the attribute of the decoder layer that holds the norm
     before attention; "" if there is none, or if other modules read its result too. `gain_plus_one`: this norm's gain
     is stored as gain − 1. `rope` tells kernels which channels rotate together, and how the model's cos and sin hold
     the angles (`kernel_rotary`); None if only the model's own code can apply it, or if

@@ -7,14 +7,14 @@ from typing import Final
 # Each reason, and the model types that it applies to.
 _TYPES: Final[dict[str, str]] = {
     "its decoder attends to several streams of future tokens at once": "prophetnet",
-    "its tokens attend to later ones, also in generation, whose cached keys are then those of a shorter text": "cpmant",
+    "its tokens attend to later ones, also in generation, so cached keys are wrong as soon as the text grows": "cpmant",
     "its sinks are computed from the input, and it clips the lengths of queries and keys": (
         "inkling2_loop_text inkling2_text"
     ),
     "its layers run several times over a text, and each run attends to cached keys of its own or of the last": "dory",
     "transformers has it since 5.24, and its layers are not checked yet": "apertus1p5_text lara_mini",
-    "it is multimodal, and its config builds that of its text tower from a fixed class, which loses a scheme without "
-    "an error: patch the text model by itself": "gemma3 gemma3n gemma4 gemma4_unified",
+    "it is multimodal, and its config always builds the text config from transformers' own class, which loses a scheme "
+    "without an error: patch the text model by itself": "gemma3 gemma3n gemma4 gemma4_unified",
     "it has no softmax attention": "falcon_mamba mamba mamba2 rwkv xlstm",
     "its layers share keys and values, and a norm or cap would be applied to them twice": (
         "gemma4_assistant gemma4_unified_assistant"

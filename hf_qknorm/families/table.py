@@ -12,7 +12,7 @@ from hf_qknorm.families import BY_TOWER, FAMILIES, REFUSED, Family
 from hf_qknorm.families.style import Style
 from hf_qknorm.files.atomic_io import replace_text
 
-HEADINGS: Final = ("model type", "style", "auto norm", "already has", "schemes")
+HEADINGS: Final = ("model type", "style", "own norm", "already has", "schemes")
 PAGE: Final = Path(__file__).with_name("FAMILIES.md")
 
 

@@ -37,7 +37,7 @@ def read_config(
 
 
 def store_no_base(to_dict: Callable[..., Any], config: Any, /) -> Any:
-    """Let PEFT's config store a name that no tool can load as that of an adapter's base model."""
+    """Make PEFT store a base-model name that no tool can load."""
     name = getattr(config, "base_model_name_or_path", None)  # not every config has a base model
     return to_dict(config) | ({"base_model_name_or_path": name.unsaved()} if isinstance(name, InMemoryName) else {})
 

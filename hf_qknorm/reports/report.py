@@ -208,7 +208,7 @@ def _digests(value: Any, where: str) -> dict[str, str]:
         raise ValueError(f"{where} is {shorten(value)}, expected a mapping from the names of tensors to digests")
     for name, digests in value.items():
         if not 0 < len(name) <= TENSOR_NAME or not name.isprintable():
-            raise ValueError(f"a name in {where} is {shorten(name)}, expected that of a tensor")
+            raise ValueError(f"a name in {where} is {shorten(name)}, expected a tensor's name")
         if not isinstance(digests, str) or not 0 < len(digests) <= 80 or set(digests) - set("0123456789abcdef "):
             raise ValueError(f"{where}.{shorten(name)} is {shorten(digests)}, expected digests")
     return value

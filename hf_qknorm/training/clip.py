@@ -174,9 +174,8 @@ def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:
     normed = normed_sides(layer, layer.family)
     if len(normed) == 2:
         raise ValueError(
-            f"{name} norms both its queries and its keys: the size of its logits does not depend on that of the "
-            "weights, and clipping these would do nothing. Leave out QKClip (in MuonClip: threshold=None), or cap the "
-            "logits (softcap)"
+            f"{name} norms both its queries and its keys: scaling its weights would not change its logits. Leave out "
+            "QKClip (in MuonClip: threshold=None), or cap the logits (softcap)"
         )
     if layer.family.latent and "q" in normed:
         raise ValueError(

@@ -129,8 +129,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
         )
         for model_type, targets in TARGETS.items()
     },
-    "cap-and-norms": ("llama", EPS, "qk_norm_cap", r"k=rms\) or the cap of 50 would be lost: .* a llama but for both"),
-    "gemma2-own-cap": ("gemma2", {}, "qk_norm", r"k=rms\) or the cap of 50 would be lost: .* a gemma2 but for both"),
+    "cap-and-norms": ("llama", EPS, "qk_norm_cap", r"k=rms\) or the cap of 50 would be lost: .* a llama with norms"),
+    "gemma2-own-cap": ("gemma2", {}, "qk_norm", r"k=rms\) or the cap of 50 would be lost: .* a gemma2 with norms"),
     "values": ("llama", EPS, "qkv_norm", "the norm of the values would be lost: convert with"),
     "queries-alone": ("llama", EPS, "q_norm", "not one of them: convert with a scheme on both"),
     "keys-alone": ("llama", EPS, Scheme(k="rms"), "not one of them: convert with a scheme on both"),
