@@ -22,9 +22,9 @@ none, and change nothing else there.) The sensitivity to the rate is that of
 Wortsman et al. 2023 (arXiv 2309.14322): the mean over the rates of min(loss, loss before training) minus the best loss.
 The loss before training, like those during it, is over the first of the 16 held-out batches alone (with `--size gpu`,
 the first 2 of 8).
-Faults happen at half of the run, at the middle rate: a batch of random tokens, or five steps at twice the rate. The fall
-is the largest held-out loss of the next 20 steps minus that at the fault. A run came back if it ends at most 0.02 nats
-above the same run without the fault.
+Faults happen at half of the run, at the middle rate: a batch of random tokens, or five steps at twice the rate. The
+fall is the largest held-out loss of the next 20 steps minus that at the fault. A run came back if it ends at most 0.02
+nats above the same run without the fault.
 
 An arm that is "opened and removed" raises its knee to infinity in the last quarter of the run, and is judged as the
 plain model, after `remove_norms`. `--size real` is for a model of 135 M parameters on a CPU, in 60 steps of 4×256

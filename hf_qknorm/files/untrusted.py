@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from hf_qknorm.files.formatting import shorten
 
 DEPTH = 100  # of nested JSON: a config has a few levels; transformers' own code recurses on them
 JSON_BYTES = 64 * 2**20  # a report of 100 layers of 128 heads has 8 MB
 
+_UNREADABLE: Final = re.compile("[\udc80-\udcff]{1,3}")  # as Python escapes bytes that are not UTF-8
 FEW = 3  # bytes that are not UTF-8 in a short text: a cut through a character leaves as many
 
 
@@ -34,11 +36,11 @@ def read_start(path: Path, limit: int) -> str:
 
     Raises ValueError, naming the file, for null bytes, or for more than 1 % of such characters.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8", errors="surrogateescape") as file:
         text = file.read(min(limit, path.stat().st_size))  # a file has at most as many characters as bytes
     if "\0" in text:
         raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
-    bad = text.count("\ufffd")
+    text, bad = _UNREADABLE.subn("\ufffd", text)
     if bad > max(FEW, len(text) // 100):
         raise ValueError(
             f"{path} is no text in UTF-8: of its first {len(text):,} characters, {bad:,} can't be read. Convert it "

@@ -125,7 +125,7 @@ class PassFilter:
 
     def __init__(self, selects: Callable[[nn.Module], bool] | None = None) -> None:
         self.selects = selects
-        self.watching = selects is None
+        self.watching = False
         self.masks: list[list[Tensor | None]] = []  # of nested models: their own, and their encoder's
 
     def observe(self, model: nn.Module, observers: Mapping[str, Any], stack: ExitStack) -> None:
@@ -141,8 +141,8 @@ class PassFilter:
         stack.callback(setattr, self, "watching", False)  # even if another observer still calls these
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not self.masks and self.selects is not None:
-            self.watching = self.selects(module)
+        if not self.masks:
+            self.watching = self.selects is None or self.selects(module)
         if args and kwargs.get("attention_mask") is None:
             kwargs = kwargs | inspect.signature(type(module).forward).bind_partial(module, *args).arguments
         masks = (kwargs.get(name) for name in ("attention_mask", "encoder_attention_mask"))
@@ -151,7 +151,7 @@ class PassFilter:
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.masks.pop()
-        if not self.masks and self.selects is not None:
+        if not self.masks:
             self.watching = False
 
     def real(self, rows: int | None, length: int, device: torch.device, encoder: bool = False) -> Tensor | None:

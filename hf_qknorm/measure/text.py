@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -63,7 +64,9 @@ def _paths(source: str | None) -> list[Path] | None:
     try:
         if path.is_file():
             return [path]
-    except OSError:  # the name is too long
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
         raise ValueError(
             f"{shorten(source)} names no file, folder or dataset: give text in a list, as [text]"
         ) from None
@@ -180,7 +183,7 @@ def as_batches(
     `labels`, batches also keep their "labels", of masked tokens.
 
     `data` is a source for `load_text`, a `datasets.Dataset`, or an iterable of strings, of rows (mappings with a text,
-    or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them). One mapping is one batch.
+    or with "input_ids" `[N]`), or of batches (tensors `[B, T]`, or mappings with them). One mapping is one item.
     Strings and rows, without their padding, are joined and cut into sequences of `length`, `batch` at a time; batches
     are kept. Items that are not needed are not read.
 
@@ -189,8 +192,8 @@ def as_batches(
     if isinstance(data, str | Path):
         data = [load_text(str(data), limit=CHARACTERS * max_tokens)]
     elif isinstance(data, Mapping):  # its items would be its keys
-        if not {"input_ids", "pixel_values"} & data.keys():
-            raise ValueError(f"the calibration data is a mapping with {', '.join(map(str, data))}: give one of them")
+        if not {"input_ids", "pixel_values"} & data.keys() and not any(isinstance(x, str) for x in data.values()):
+            raise ValueError(f"the calibration data is a mapping of {', '.join(map(str, data))}: give a value of it")
         data = [data]
     for name, value in (("batch_size", batch), ("max_tokens", max_tokens)):
         if value < 1:

@@ -61,7 +61,7 @@ class KneeStateDict(nn.Module):
         """
         metadata, *_, errors = args
         own = self.scheme.knee, self.scheme.sharpness
-        if (found := saved_knee(metadata, *own)) != own:
+        if _eps_keys(state_dict, prefix) and (found := saved_knee(metadata, *own)) != own:
             self.scheme = dataclasses.replace(self.scheme, knee=found[0], sharpness=found[1])
             self.config.set_scheme(self.scheme)
         for key in _eps_keys(state_dict, prefix):

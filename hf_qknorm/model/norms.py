@@ -160,7 +160,8 @@ class HeadNorm(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Load as PyTorch does, and take the ε of a knee."""
         metadata, _, missing, _, errors = args
-        self.knee, self.scheme_sharpness = saved_knee(metadata, self.knee, self.scheme_sharpness)
+        if f"{prefix}eps" in state_dict:
+            self.knee, self.scheme_sharpness = saved_knee(metadata, self.knee, self.scheme_sharpness)
         self._buffers.pop("eps", None)
         stored = state_dict.get(f"{prefix}eps") if self.knee else None
         if stored is not None and not stored.is_meta:

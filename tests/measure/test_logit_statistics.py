@@ -256,3 +256,21 @@ def test_the_padding_of_an_encoder_and_behind_an_image_does_not_count(model_type
     for name, entry in found[1].items():
         torch.testing.assert_close(found[0][name].rms_q, entry.rms_q)
         torch.testing.assert_close(found[0][name].rms_k, entry.rms_k)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # renamed in v6
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputed_layers_do_not_count_again(reentrant):
+    batch, model = make_batch("left"), patch_model(sharp_model("llama"), "qk_norm").train()
+    found = []
+    for recomputed in (False, True):
+        if recomputed:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        with logit_statistics(model) as seen:
+            model(**batch, use_cache=False).loss.backward()
+        found.append(seen)
+    for name, entry in found[0].items():
+        assert torch.equal(found[1][name].counts, entry.counts)
+        for each, values in entry.lengths.items():
+            torch.testing.assert_close(found[1][name].lengths[each], values, equal_nan=True)

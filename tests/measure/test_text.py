@@ -171,7 +171,8 @@ def test_a_mapping_is_one_batch():
     (batch,) = batches_of({"input_ids": ids, "attention_mask": None, "more": ids})
     assert list(batch) == ["input_ids"]
     assert batch["input_ids"] is ids
-    with pytest.raises(ValueError, match="is a mapping with train, test: give one of them"):
+    assert batches_of({"text": "ab"})[0]["input_ids"].tolist() == [[A, B]]
+    with pytest.raises(ValueError, match="is a mapping of train, test: give a value of it"):
         batches_of({"train": ["text"], "test": ["text"]})
 
 

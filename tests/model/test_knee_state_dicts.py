@@ -47,6 +47,17 @@ def test_the_metadata_of_a_state_dict_tell_the_knee(knee: float, tmp_path: Any) 
     assert torch.equal(logits(resumed), logits(run))
 
 
+def test_a_state_without_norms_leaves_knees_alone() -> None:
+    run, resumed = kneed(knee=1.0), kneed()
+    apply_knee(run, 1.0, sharpness=8)
+    before = resumed.config.scheme, powers_of(resumed)
+    state = run.state_dict()
+    for name in [name for name in state if "_norm." in name]:
+        del state[name]
+    resumed.load_state_dict(state, strict=False)
+    assert (resumed.config.scheme, powers_of(resumed)) == before
+
+
 def test_a_schedule_is_restored_in_shards(process_group: Any) -> None:
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     run, resumed = (fully_shard(kneed(), mesh=mesh) for _ in range(2))
