@@ -15,7 +15,7 @@ from hf_qknorm.files.formatting import shorten
 DEPTH = 100  # of nested JSON: a config has a few levels; transformers' own code recurses on them
 JSON_BYTES = 64 * 2**20  # a report of 100 layers of 128 heads has 8 MB
 
-_UNREADABLE: Final = re.compile("[\udc80-\udcff]{1,3}")  # as Python escapes bytes that are not UTF-8
+_UNREADABLE: Final = re.compile("[\udc80-\udcff]")  # as Python escapes bytes that are not UTF-8
 FEW = 3  # bytes that are not UTF-8 in a short text: a cut through a character leaves as many
 
 
@@ -40,7 +40,8 @@ def read_start(path: Path, limit: int) -> str:
         text = file.read(min(limit, path.stat().st_size))  # a file has at most as many characters as bytes
     if "\0" in text:
         raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
-    text, bad = _UNREADABLE.subn("\ufffd", text)
+    bad = len(_UNREADABLE.findall(text))
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace") if bad else text
     if bad > max(FEW, len(text) // 100):
         raise ValueError(
             f"{path} is no text in UTF-8: of its first {len(text):,} characters, {bad:,} can't be read. Convert it "
