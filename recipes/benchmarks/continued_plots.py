@@ -21,11 +21,13 @@ STYLES = {
     "qk_norm_cap, ones": ("#7aa6c2", "--", "v"),
     "qk_norm_cap, knee": ("#2a7f9e", "-", "v"),
     "qk_norm_cap, knee lowered": ("#12476b", "-", "^"),
+    "qk_norm, knee": ("#5bb0a0", "-", "<"),
     "qk_norm, opened and removed": ("#5bb0a0", "-.", ">"),
     "QK-Clip 30": ("#d9a441", "-", "P"),
     "QK-Clip 100": ("#d9a441", "--", "P"),
     "Muon": ("#8d5a97", "-", "X"),
     "Muon, QK-Clip 100": ("#8d5a97", "--", "X"),
+    "Muon, knee": ("#4b2354", "-", "h"),
     "Muon, knee lowered": ("#4b2354", "-.", "*"),
     "QuacK": ("#3c8d5a", "-", "d"),
 }  # colours that colour-blind people can tell apart, with a marker each

@@ -14,6 +14,7 @@ from typing import Any
 import continued_run
 import pytest
 from continued_arms import ARMS, STARTS, Start
+from continued_plots import STYLES
 from continued_run import SIZES, Sources, prepare, run_one
 
 SIZE = SIZES["quick"]
@@ -68,6 +69,10 @@ def test_the_recipe_writes_every_arm_fault_and_precision(recipe, text, tmp_path,
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     recipe.main(command)  # all is done: the same page
     assert (tmp_path / "out.md").read_text() == page
+
+
+def test_every_arm_has_a_style():
+    assert STYLES.keys() == ARMS.keys()
 
 
 @pytest.mark.parametrize("arm", ARMS)
