@@ -62,11 +62,13 @@ def evaluate(
 
     Batches have "input_ids" `[B, T]` and, optionally, "attention_mask". Shares of large logits are relative to `cap`.
     """
-    unpatched, patched = PassFilter(), PassFilter()
+    now = False  # whether the pass is of the unpatched model
+    unpatched, patched = PassFilter(lambda _: now), PassFilter(lambda _: not now)
     with watched_layers(model, unpatched, cap) as before, watched_layers(model, patched, cap) as after:
 
         def watch(is_unpatched: bool) -> None:
-            unpatched.watching, patched.watching = is_unpatched, not is_unpatched
+            nonlocal now
+            now = is_unpatched
 
         base, own = _predictions(model, batches, watch, compared)
     if not compared:

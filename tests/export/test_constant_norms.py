@@ -107,7 +107,7 @@ REFUSED: dict[str, tuple[Any, float, str]] = {
         "q_norm has a bias, and its projection has none",
     ),
     "a fused cap": (
-        lambda: patch_model(sharp_model("gpt2"), "qk_norm_cap"), NO_NORM, "the cap of 50 would be lost: no model",
+        lambda: patch_model(sharp_model("gpt2"), "qk_norm_cap"), NO_NORM, "the cap of 50 would be lost: transformers",
     ),
     "bfloat16": (
         lambda: patch_model(sharp_model("llama"), RMS).bfloat16(), NO_NORM,
