@@ -68,7 +68,8 @@ class LogitMonitor(TrainerCallback):
         self.last: LogitSample | None = None
         self._trainer: Trainer | None = None
         self._sampler: LogitSampler | None = None
-        self._opened = self._running = False
+        self._opened = False
+        self._batch_size = 0  # of a run that has begun
         self._warned: dict[tuple[str, str], set[int]] = {}  # heads outside the limits, by layer and limit
 
     def attach(self, trainer: Trainer) -> LogitMonitor:
@@ -100,10 +101,10 @@ class LogitMonitor(TrainerCallback):
             raise ValueError(f"LogitMonitor does not support nn.DataParallel ({args.n_gpu} GPUs): start with torchrun")
         if self._trainer is None and args.report_to:
             logger.warning(f"{args.report_to} get no numbers from LogitMonitor: use LogitMonitor(...).attach(trainer)")
-        again = self._running and args.auto_find_batch_size  # the run ended for lack of memory, and starts anew
+        again = (state.train_batch_size or 0) < self._batch_size  # after a lack of memory: `auto_find_batch_size`
         self._opened = False
         self._open(state.global_step, resumed=state.global_step > 0 or again)
-        self._running = True
+        self._batch_size = state.train_batch_size or 0
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.close()
@@ -127,7 +128,7 @@ class LogitMonitor(TrainerCallback):
         control.should_log = due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._running = False
+        self._batch_size = 0
         self.close()
 
     def close(self) -> LogitSampler | None:

@@ -155,6 +155,18 @@ def test_a_run_that_starts_again_with_smaller_batches_starts_its_log_again(tmp_p
     assert logs == [[2, 4, 6]] * 2
 
 
+def test_a_new_run_after_an_error_leaves_the_log_of_the_other(tmp_path):
+    monitor = LogitMonitor(every=2, path=tmp_path / "log.jsonl")
+    run, _ = trained(tmp_path / "run", monitor, auto_find_batch_size=True, max_steps=6, save_strategy="no")
+    run.add_callback(Fails(4, KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    before = monitor.path.read_text()
+    with pytest.raises(FileExistsError, match="holds samples of another run, from step 2 on"):
+        run.train()
+    assert monitor.path.read_text() == before
+
+
 def test_a_model_is_watched_after_an_error_until_the_monitor_is_closed(tmp_path):
     monitor = LogitMonitor(every=1)
     run, _ = trained(tmp_path, monitor, save_strategy="no")
