@@ -264,9 +264,8 @@ def exported_eps(config: Any, knee: Knee) -> float:
 def _reset_norms(model: Any, batches: Batches) -> None:
     """Reset the norms to plain ones with fresh gains, and folded projections to the σ of the text."""
     reshard(model)
-    norms = named_norms(model)
-    apply_knee(model, 0.0, dict.fromkeys(norms, 1.0))
-    for norm in norms.values():
+    apply_knee(model, 0.0)
+    for norm in named_norms(model).values():
         norm.reset_parameters()
     if not model.config.scheme.pre_norm and not is_exact(model):
         rescale_folded_weights(model, batches[:FOLD_BATCHES])

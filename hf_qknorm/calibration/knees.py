@@ -17,7 +17,7 @@ from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_
 from hf_qknorm.measure.distributed import Batches, reshard
 from hf_qknorm.measure.predictions import output_error, predictions
 from hf_qknorm.model.attention import evaluating, every_norm
-from hf_qknorm.model.knees import apply_knee, gain_factors, record_powers, scale_gain
+from hf_qknorm.model.knees import apply_knee, gain_factors, scale_gain
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.reports.records import Prediction
 
@@ -149,7 +149,7 @@ def tried_knees(
 def sharpen(model: Any) -> None:
     """Reset a patched model's norms to plain ones; with a knee their sharpness is the scheme's own, or `SHARPNESS`."""
     own = model.config.scheme.sharpness
-    apply_knee(model, 0.0, dict.fromkeys(named_norms(model), 1.0), SHARPNESS if own == 1 else own)
+    apply_knee(model, 0.0, sharpness=SHARPNESS if own == 1 else own)
 
 
 @contextmanager
@@ -190,10 +190,9 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
         finally:
             if restore:
                 reshard(model)
-                apply_knee(model, scheme.knee, dict.fromkeys(named_norms(model), 1.0), scheme.sharpness)
                 for norm, power in powers:
                     norm.set_knee(scheme.knee, power)
-                record_powers(model)
+                apply_knee(model, scheme.knee, sharpness=scheme.sharpness)
                 with torch.no_grad():
                     for parameter, value in values:
                         parameter.copy_(value)

@@ -48,6 +48,7 @@ def apply_knee(model: Any, knee: float, powers: Powers | None = None, sharpness:
         name: dataclasses.replace(layer.scheme, knee=knee, sharpness=sharpness or layer.scheme.sharpness)
         for name, layer in layers.items()
     }
+    powers = defaultdict(float) if not knee else powers  # plain norms need none
     norms = [
         (norm, norm.mean_power() if powers is None else powers[name, norm_name], schemes[name].sharpness)
         for name, layer in layers.items()
@@ -177,7 +178,7 @@ def record_loaded_knee(model: Any, knee: float) -> None:
     for layer in patched_layers(model).values():
         for norm in chain(*norm_copies(layer).values()):
             norm.knee = knee
-    apply_knee(model, knee, None if knee else defaultdict(float))
+    apply_knee(model, knee)
 
 
 def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
