@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from hf_qknorm.ops.checks import check_mask
 from hf_qknorm.ops.types import Call, Heads, Options, Visible
 
 
@@ -120,7 +121,7 @@ def structure(
     queries, keys = query.shape[2], key.shape[2]
     tokens = None
     if mask is not None and mask.dtype == torch.int32:
-        _check_ranges(mask, queries, keys)
+        _check_ranges(mask, (*query.shape[:3], keys))
     if mask is not None and is_padded_ranges(mask):
         mask, tokens = mask[..., : 2 * queries].reshape(-1, 1, queries, 2), mask[:, 0, 0, 2 * queries :]
     if mask is not None and is_ranges(mask):  # these include causality, window and padding
@@ -139,11 +140,12 @@ def structure(
     return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
 
 
-def _check_ranges(mask: Tensor, queries: int, keys: int) -> None:
+def _check_ranges(mask: Tensor, full: tuple[int, int, int, int]) -> None:
     """Raise ValueError for a mask in int32 of another form than ranges, with or without padding."""
+    *_, queries, keys = full
     rows, width = (queries, 2) if is_ranges(mask) else (1, 2 * queries + keys)
     if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != rows or mask.shape[3] < width:
-        raise ValueError(f"the mask must be boolean or of floating point, got {mask.dtype} {list(mask.shape)}")
+        check_mask(mask, full)  # refuses its dtype
 
 
 def _is_causal(module: nn.Module) -> bool:
