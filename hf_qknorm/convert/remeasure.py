@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,9 +97,8 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
             raise FileNotFoundError(
                 f"{folder} has no tokenizer, which a measurement needs: save one there (tokenizer.save_pretrained)"
             )
-        length = text.sequence_length(source.config, length)
-        with loaded_with_text(source, texts, tokens, length) as (model, batch, sequences):
-            report = remeasure(model, [batch], max_tokens=tokens, batch_size=sequences, length=length)
+        with loaded_with_text(source, texts, tokens, length) as (model, batches):
+            report = remeasure(model, batches, max_tokens=tokens)
             names = [*own_tensors(model)]
         stored = {name: source.weights.mapped(name) for name in names if name in source.weights}
         report = replace(report, weights=sample_all(stored), dataset=hub_name(texts))
@@ -176,7 +173,7 @@ def measured_ways(
     ways, folder = serving_ways(src), user_path(src, "src")
     if all(way.cost != INEXACT for way in ways):
         raise ValueError(f"{src}: no way to serve it has a cost to measure. List them without --texts")
-    with _loaded(folder, texts, tokens, length) as (model, batches):
+    with open_source(folder) as source, loaded_with_text(source, texts, tokens, length) as (model, batches):
         before = loss_of(model, batches)
         set_knee(model, math.inf)
         after = loss_of(remove_norms(model), batches)
@@ -186,17 +183,8 @@ def measured_ways(
 
 def _loss(folder: Path, texts: str, tokens: int, length: int | None) -> tuple[float, int]:
     """The loss of a checkpoint's model on a text, and the number of its tokens."""
-    with _loaded(folder, texts, tokens, length) as (model, batches):
+    with open_source(folder) as source, loaded_with_text(source, texts, tokens, length) as (model, batches):
         return loss_of(model, batches), _count(batches)
-
-
-@contextmanager
-def _loaded(folder: Path, texts: str, tokens: int, length: int | None) -> Iterator[tuple[Any, Batches]]:
-    """Yield a checkpoint's model, and the batches of a text."""
-    with open_source(folder) as source:
-        length = text.sequence_length(source.config, length)
-        with loaded_with_text(source, texts, tokens, length) as (model, row, sequences):
-            yield model, text.batches_for(model, [row], None, batch=sequences, length=length, max_tokens=tokens)
 
 
 def _count(batches: Batches) -> int:

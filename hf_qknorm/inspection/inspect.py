@@ -98,9 +98,8 @@ def inspect_checkpoint(
     with open_source(checkpoint) as source:
         if not isinstance(source.config, QKNormConfig):
             family_of(source.config)
-        length = text.sequence_length(source.config, length)
-        with loaded_with_text(source, texts, tokens, length) as (model, batch, sequences):
-            return inspect_model(model, [batch], max_tokens=tokens, cap=cap, batch_size=sequences, length=length)
+        with loaded_with_text(source, texts, tokens, length) as (model, batches):
+            return inspect_model(model, batches, max_tokens=tokens, cap=cap)
 
 
 def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | None, *, compared: bool) -> Inspection:

@@ -8,28 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from hf_qknorm.checkpoint.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.checkpoint.pretrained import load_causal, load_tokenizer
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.measure import text
+from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.predictions import require_causal
 
 
 @contextmanager
 def loaded_with_text(
-    source: Source, texts: str | None, tokens: int, length: int
-) -> Iterator[tuple[Any, dict[str, Tensor], int]]:
-    """Yield a checkpoint's model, up to `tokens` tokens of `texts`, and the sequences of `length` tokens that fit into
-    a forward pass.
+    source: Source, texts: str | None, tokens: int, length: int | None
+) -> Iterator[tuple[Any, Batches]]:
+    """Yield a checkpoint's model, and up to `tokens` tokens of `texts` in batches of sequences of `length` tokens.
 
     `texts` is a source for `load_text`. If the checkpoint does not fit into memory, layers are read from the disk in
-    each forward pass.
+    each forward pass, and batches are as large as fit.
 
-    Raises, before the weights are read, OSError without a tokenizer, and ValueError for a model with bidirectional
-    attention and for too little text.
+    Raises, before the weights are read, OSError without a tokenizer, and ValueError for an impossible length, a model
+    with bidirectional attention, and too little text.
     """
+    length = text.sequence_length(source.config, length)
     require_causal(source.config)
     tokenizer = load_tokenizer(source.folder)
     ids = text.tokenize(tokenizer, text.load_text(texts, limit=text.CHARACTERS * tokens))[:tokens]
@@ -37,4 +36,6 @@ def loaded_with_text(
     scratch = Path(tempfile.gettempdir(), source.folder.name)
     memory = memory_left(None)
     with place_weights(source, length, memory, scratch) as (placement, sequences):
-        yield load_causal(source, "auto", **placement), {"input_ids": ids}, sequences or SEQUENCES
+        model, most = load_causal(source, "auto", **placement), sequences or SEQUENCES
+        row = {"input_ids": ids}
+        yield model, text.batches_for(model, [row], None, batch=most, length=length, max_tokens=tokens)
