@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3ForCausalLM
 
-from hf_qknorm.calibration.gains import Mean, observed_inputs
+from hf_qknorm.calibration.gains import named_norms, observed_inputs
 from hf_qknorm.calibration.knees import restored_attention
 from hf_qknorm.export.constant_norms import SIDES, check_norms, constant_norms, sides, without_norms
 from hf_qknorm.measure.distributed import Batches
@@ -230,25 +230,16 @@ def _as_llama(model: Any) -> PreTrainedModel:
 @torch.no_grad()
 def _mean_powers(model: Any, batches: list[dict[str, Tensor]]) -> dict[tuple[str, str], Tensor]:
     """The mean |x|ᵖ of each norm's inputs by head, `[H]`, in the model as it computes."""
-    found: dict[tuple[str, str], list[Mean]] = {}
-    observers: dict[nn.Module, Callable[[Tensor], None]] = {}
-    for name, layer in patched_layers(model).items():
-        for norm_name, norm in head_norms(layer).items():
-            means = found[name, norm_name] = []
-            observers[norm] = _observer(norm, means)
+    norms = named_norms(model)
+    found: dict[HeadNorm, list[Tensor]] = {norm: [] for norm in norms.values()}
+
+    def observe(norm: HeadNorm, x: Tensor) -> None:
+        _, sizes = centred_and_size(norm, x)
+        found[norm].append(torch.stack([sizes.sum(0), torch.ones_like(sizes).sum(0)]).cpu().double())
+
+    observers: dict[nn.Module, Any] = {norm: partial(observe, norm) for norm in found}
     with evaluating(model), observed_inputs(model, observers, unpatched=False) as run:
         for batch in batches:
             run(batch, True)
-    return {key: torch.tensor([mean.value for mean in means], dtype=torch.float64) for key, means in found.items()}
-
-
-def _observer(norm: HeadNorm, means: list[Mean]) -> Callable[[Tensor], None]:
-    """A function that adds the mean |x|ᵖ of heads `[N, H, D]` to their means."""
-
-    def observe(x: Tensor) -> None:
-        _, sizes = centred_and_size(norm, x)
-        means.extend(Mean() for _ in range(sizes.shape[1] - len(means)))
-        for mean, size in zip(means, sizes.unbind(1), strict=True):
-            mean.add(size)
-
-    return observe
+    sums = {key: torch.stack(found[norm]).sum(0) for key, norm in norms.items()}
+    return {key: total / count.clamp_min(1) for key, (total, count) in sums.items()}
