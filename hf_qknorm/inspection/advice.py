@@ -73,7 +73,9 @@ def advise(found: Inspection) -> Advice:
         more = [
             harmless[1],
             "a cap needs no calibration, and bounds the logits of later training",
-            *_beyond_cap_reasons(found),
+            *_costly_knee_reasons(found),
+            "for larger learning rates, use qk_norm_cap and calibrate()",
+            _fresh_gain_reason(found),
         ]
     else:
         scheme = dataclasses.replace(found.present, q=found.present.q or "auto", k=found.present.k or "auto")
@@ -88,15 +90,6 @@ def advise(found: Inspection) -> Advice:
     if found.latent and scheme.norms:
         more.append(SERVING)
     return Advice(scheme, (*reasons, *more))
-
-
-def _beyond_cap_reasons(found: Inspection) -> list[str]:
-    """The way to larger learning rates than a cap alone allows."""
-    return [
-        *_costly_knee_reasons(found),
-        "for larger learning rates, use qk_norm_cap and calibrate()",
-        _fresh_gain_reason(found),
-    ]
 
 
 def _advise_normed(found: Inspection) -> tuple[Scheme, list[str]]:
