@@ -71,7 +71,9 @@ def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) ->
     path = user_path(folder, "the checkpoint")
     report = current_report(path)
     text = _render(path, report, repo_id)
-    kept = _keep_card(path)
+    kept = [KEPT_CARD] if _must_keep_card(path) else []
+    if kept:
+        replace_file(path / KEPT_CARD, lambda temporary: shutil.copyfile(path / CARD, temporary))
     plots: list[str] = []
     if report is not None and not report.stale:
         from hf_qknorm.hub.card_plots import draw_report  # imports matplotlib
@@ -106,14 +108,6 @@ def _render(folder: Path, report: Calibration | None, repo_id: str | None) -> st
             "report, or calibrate again"
         )
     return _template().render(**_context(folder, config, report, repo_id))
-
-
-def _keep_card(folder: Path) -> list[str]:
-    """Copy a README.md that hf_qknorm did not generate to README.original.md; return that name, if it is new."""
-    if not _must_keep_card(folder):
-        return []
-    replace_file(folder / KEPT_CARD, lambda temporary: shutil.copyfile(folder / CARD, temporary))
-    return [KEPT_CARD]
 
 
 def _must_keep_card(folder: Path) -> bool:
