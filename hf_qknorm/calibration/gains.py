@@ -132,9 +132,9 @@ class NormSums:
 class ClosedFormGains:
     """The sums of every norm of a patched model over a text, and the gains that follow from them for any knee.
 
-    The text takes one pass through the unpatched model. Ranks with different data divide its `batches`. `expected` is
-    the mean |x|ᵖ of each norm on a sample (`mean_powers`). Where the text's is more than four times larger or smaller,
-    there is a second pass. With `align_to` each ε of the one knee is a power of 4 times that.
+    The text takes one pass through the unpatched model. Ranks with different data divide its `batches`. `expected` are
+    the `expected_powers` of a sample. Where the text's are more than four times larger or smaller, there is a second
+    pass. With `align_to` each ε of the one knee is a power of 4 times that.
     """
 
     def __init__(
@@ -189,17 +189,13 @@ class ClosedFormGains:
                 copy_into(norm.bias, bias * factor)
 
 
-def mean_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
-    """The mean |x|ᵖ of the inputs of each norm of a patched model, computed by the unpatched model."""
-    return ClosedFormGains(model, batches, dict.fromkeys(named_norms(model), 0.0), (), ranks).powers
-
-
 def expected_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
-    """The `mean_powers` that the sums of a text's pass are laid out for; zeros for sharp norms, which need none."""
+    """The mean |x|ᵖ of the inputs of each norm, by the unpatched model; zeros for sharp norms, which need none."""
     norms = named_norms(model)
+    zeros = dict.fromkeys(norms, 0.0)
     if all(norm.scheme_sharpness > 1 for norm in norms.values()):
-        return dict.fromkeys(norms, 0.0)
-    return mean_powers(model, batches, ranks)
+        return zeros
+    return ClosedFormGains(model, batches, zeros, (), ranks).powers
 
 
 def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:

@@ -120,18 +120,13 @@ def _place_of(limit: float, cost_at: Callable[[float], float]) -> int:
 
 @contextmanager
 def tried_knees(
-    model: Any,
-    fitted: Batches,
-    held_out: Batches,
-    knees: Sequence[float] = KNEES,
-    kept: list[ModelOutput] | None = None,
+    model: Any, fitted: Batches, held_out: Batches, knees: Sequence[float], kept: list[ModelOutput]
 ) -> Iterator[Callable[[float], Prediction]]:
     """Yield a function that sets one of `knees`, with closed-form gains from `fitted`, and predicts `held_out`.
 
     The norms are as sharp as `calibrate` makes them. One pass over `fitted` serves all knees; `kept` is as for
     `predictions`. The model is left as it was. Raises ValueError for one without a language-modelling head.
     """
-    kept = [] if kept is None else kept
     with restored_attention(model):
         sharpen(model)
         gains = ClosedFormGains(model, fitted, expected_powers(model, held_out), knees)

@@ -11,7 +11,7 @@ import torch
 
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.calibration import knees
-from hf_qknorm.calibration.gains import ClosedFormGains, NormSums, mean_powers, named_norms
+from hf_qknorm.calibration.gains import ClosedFormGains, NormSums, expected_powers, named_norms
 from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, search_knee, tried_knees, with_margin
 from hf_qknorm.measure.distributed import ONE_PROCESS
 from hf_qknorm.model.attention import head_norms, patched_layers
@@ -80,7 +80,7 @@ def test_interpolated_sums_are_those_of_the_norm_at_any_knee(norm, expected):
 def test_a_text_with_another_power_than_expected_takes_a_second_pass():
     model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms"))
     data = batches(3)
-    right = mean_powers(model, data)
+    right = expected_powers(model, data)
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(None))
     once = ClosedFormGains(model, data, right, (4.0,))
@@ -220,7 +220,7 @@ def test_trials_set_every_knee_and_leave_the_model_as_it_was():
     model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
     data = batches(4)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with tried_knees(model, data[1:], data[:1]) as predicted:
+    with tried_knees(model, data[1:], data[:1], KNEES, []) as predicted:
         for knee in KNEES:
             own = predicted(knee)
             assert model.config.scheme.knee == knee
