@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from hf_qknorm.files import progress
+from hf_qknorm.files.progress import progress_bar
 
 FORMAT = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, about {remaining} left"
 
 
 class Progress:
-    """A bar over the whole demo; `print` prints above it. Its unit is the work of training on one token."""
+    """A bar over the whole demo; `print` prints above it, `close` removes it.
+
+    Its unit is the work of training on one token.
+    """
 
     def __init__(self, total: int) -> None:
         options: dict[str, Any] = {"bar_format": FORMAT, "mininterval": 1, "smoothing": 0.02}
-        self.bar = progress.progress_bar(total=total, desc="starting", **options)
+        self.bar = progress_bar(total=total, desc="starting", **options)
+        self.close = self.bar.close
 
     def stage(self, name: str) -> None:
         """Name the current stage beside the bar."""
@@ -35,16 +37,6 @@ class Progress:
         """Print text above the bar, at once even into a pipe."""
         with tqdm.external_write_mode():
             print(text, flush=True)
-
-
-@contextmanager
-def progress_bar(total: int) -> Iterator[Progress]:
-    """Yield a `Progress`; its bar is removed when the block ends."""
-    shown = Progress(total)
-    try:
-        yield shown
-    finally:
-        shown.bar.close()
 
 
 def evaluation_work(tokens: int) -> int:

@@ -7,7 +7,7 @@ import logging
 import shlex
 import textwrap
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import transformers
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.demo.conversion import convert, measure, reloaded, texts, without_norms
 from hf_qknorm.demo.data import LOOKS, RUN_BATCH, Batches, Settings, prepare, token_count, total_work
-from hf_qknorm.demo.progress import Progress, evaluation_work, format_seconds, progress_bar, seconds_per_token, threads
+from hf_qknorm.demo.progress import Progress, evaluation_work, format_seconds, seconds_per_token, threads
 from hf_qknorm.demo.results import RUN_HEADER, WIDTH, Measured, Run, quoted, summary
 from hf_qknorm.demo.training import mean_loss, one_thread, train
 from hf_qknorm.files.atomic_io import is_leftover, new_folder
@@ -63,7 +63,7 @@ def _run(settings: Settings, scheme: Scheme, out: Path, check: Callable[[], None
     tokenizer, batches, base = prepare(settings, scheme)
     total = total_work(batches, trains_base=settings.checkpoint is None)
     _print_start(settings, seconds_per_token(base, batches["calibration"][0][:RUN_BATCH]) * total)
-    with progress_bar(total) as progress:
+    with closing(Progress(total)) as progress:
         if settings.checkpoint is None:
             _train_base(base, batches, progress)
         models, conversion, calibration = convert(base, scheme, batches, progress)
