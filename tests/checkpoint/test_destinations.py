@@ -9,26 +9,18 @@ from typing import Any
 
 import pytest
 
-from hf_qknorm import (
-    convert_checkpoint,
-    export_native,
-    patch_model,
-    plan_conversion,
-)
+from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
 from hf_qknorm.demo.data import Settings
 from hf_qknorm.demo.run import run_demo
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import KEPT_CARD
 from qknorm_tests.covering import covering
-from qknorm_tests.folders import contents
+from qknorm_tests.folders import contents, save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
 def save(folder: Path, *, patched: bool = False) -> Path:
     model = tiny_model("llama", vocab_size=300)
-    (patch_model(model, "qk_norm") if patched else model).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(patch_model(model, "qk_norm") if patched else model, folder)
 
 
 @pytest.fixture

@@ -19,10 +19,9 @@ from hf_qknorm.checkpoint import memory
 from hf_qknorm.checkpoint.memory import memory_left, parse_size, place_weights, working_memory
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert import checkpoint
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.measure import measured_checkpoint
-from qknorm_tests.folders import contents, save
+from qknorm_tests.folders import contents, save, save_with_tokenizer
 from qknorm_tests.tables import sharp_model
 from qknorm_tests.tiny import tiny_model
 
@@ -116,8 +115,7 @@ def test_refusals_come_before_weights_are_read(share, limits, message, tmp_path,
 
 
 def test_inspecting_layers_on_the_disk(tmp_path, monkeypatch):
-    folder = save(sharp_model("llama", vocab_size=300), tmp_path / "source", max_shard_size="60KB")
-    byte_tokenizer().save_pretrained(folder)
+    folder = save_with_tokenizer(sharp_model("llama", vocab_size=300), tmp_path / "source", max_shard_size="60KB")
     text = tmp_path / "text.txt"
     text.write_text("to be, or not to be: that is the question. " * 20)
     found = []

@@ -14,9 +14,8 @@ from hf_qknorm import convert_checkpoint, export_native, patch_model
 from hf_qknorm.checkpoint import safetensors_files
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.convert import checkpoint
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub import push
-from qknorm_tests.folders import contents, save
+from qknorm_tests.folders import contents, save, save_with_tokenizer
 from qknorm_tests.tables import as_loaded, sharp_model
 
 WEIGHTS = "model.safetensors"
@@ -26,16 +25,13 @@ WEIGHTS = "model.safetensors"
 def source(tmp_path: Path) -> Path:
     """Save a patched checkpoint with a tokenizer, and another of the same layout beside it."""
     for name, scheme in (("source", "none"), ("other", "soft_cap")):
-        save(as_loaded(patch_model(sharp_model("llama", vocab_size=300), scheme)), tmp_path / name)
-        byte_tokenizer().save_pretrained(tmp_path / name)
+        save_with_tokenizer(as_loaded(patch_model(sharp_model("llama", vocab_size=300), scheme)), tmp_path / name)
     return tmp_path / "source"
 
 
 @pytest.fixture
 def plain(tmp_path: Path) -> Path:
-    save(sharp_model("llama", vocab_size=300), tmp_path / "source")
-    byte_tokenizer().save_pretrained(tmp_path / "source")
-    return tmp_path / "source"
+    return save_with_tokenizer(sharp_model("llama", vocab_size=300), tmp_path / "source")
 
 
 def rewritten(name: str) -> Callable[[Path], None]:

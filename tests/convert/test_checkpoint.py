@@ -16,7 +16,7 @@ from hf_qknorm.checkpoint import source
 from hf_qknorm.checkpoint.safetensors_files import INDEX
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.reports.report import Calibration
-from qknorm_tests.folders import contents, loaded, logits, save
+from qknorm_tests.folders import contents, loaded, logits, save, save_with_tokenizer
 from qknorm_tests.kneed import eps_of
 from qknorm_tests.tables import PAIRS, make_batch, sharp_model, trained_like
 
@@ -100,8 +100,7 @@ def test_which_files_are_copied(llama, tmp_path):
 )
 def test_a_calibrated_conversion(model_type, preset, method, tmp_path):
     model = trained_like(model_type, vocab_size=300)
-    folder = save(model, tmp_path / "source", max_shard_size="60KB")
-    byte_tokenizer().save_pretrained(folder)
+    folder = save_with_tokenizer(model, tmp_path / "source", max_shard_size="60KB")
     plan = plan_conversion(folder, tmp_path / "out", preset, calibration=TEXTS, method=method)
     report = convert_checkpoint(folder, tmp_path / "out", preset, calibration=TEXTS, method=method)
     expected = patch_model(AutoModelForCausalLM.from_pretrained(folder), preset)
@@ -126,8 +125,7 @@ def test_a_calibrated_conversion(model_type, preset, method, tmp_path):
 def test_a_knee_is_written(model_type, options, tmp_path):
     """The config has the powers, and ε is in float32, whatever the model's dtype."""
     model = trained_like(model_type, vocab_size=300).bfloat16()
-    folder = save(model, tmp_path / "source", max_shard_size="60KB")
-    byte_tokenizer().save_pretrained(folder)
+    folder = save_with_tokenizer(model, tmp_path / "source", max_shard_size="60KB")
     report = convert_checkpoint(folder, tmp_path / "out", "qk_norm", calibration=TEXTS, **options)
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert converted.config.scheme == report.scheme

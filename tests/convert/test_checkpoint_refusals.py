@@ -15,8 +15,7 @@ from transformers import BertForMaskedLM, T5ForConditionalGeneration
 from hf_qknorm import SCHEMES, convert_checkpoint, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX
 from hf_qknorm.convert import checkpoint
-from hf_qknorm.demo.training import byte_tokenizer
-from qknorm_tests.folders import contents, loaded, save
+from qknorm_tests.folders import contents, loaded, save, save_with_tokenizer
 from qknorm_tests.tables import trained_like
 from qknorm_tests.tiny import tiny_config
 
@@ -131,8 +130,8 @@ def test_models_that_a_text_can_not_calibrate_are_refused_before_their_weights_a
     model_type, model_class, message, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(checkpoint, "place_weights", None)
-    source = save(model_class(tiny_config(model_type, vocab_size=300, is_decoder=False)), tmp_path / "source")
-    byte_tokenizer().save_pretrained(source)
+    model = model_class(tiny_config(model_type, vocab_size=300, is_decoder=False))
+    source = save_with_tokenizer(model, tmp_path / "source")
     (tmp_path / "text.txt").write_text("to be or not to be " * 20)
     for convert in (plan_conversion, convert_checkpoint):
         with pytest.raises(ValueError, match=message):

@@ -13,6 +13,7 @@ from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT
 from hf_qknorm.hub.card import render_card
 from hf_qknorm.ops.norms import NORMS, NormKind
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 40
@@ -21,10 +22,7 @@ OURS = {"README.md": "---\nlicense: mit\nbase_model: owner/ancestor\n---\n# Thei
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    folder = tmp_path / "source"
-    tiny_model("llama", vocab_size=300, initializer_range=0.2).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tiny_model("llama", vocab_size=300, initializer_range=0.2), tmp_path / "source")
 
 
 def test_a_conversion_writes_card_code_and_report(source, tmp_path):

@@ -21,8 +21,8 @@ from hf_qknorm.demo import conversion as demo_conversion
 from hf_qknorm.demo import data as demo_data
 from hf_qknorm.demo import run as demo_run
 from hf_qknorm.demo.results import Measured, Run, summary
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.scheme import SCHEMES
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 FILES = ["loss.png", "model", "report.json"]
@@ -131,8 +131,8 @@ def test_a_demo_that_is_interrupted_before_its_conversion_changes_nothing(here, 
 def test_a_checkpoint_is_converted_and_not_trained(here, capsys, monkeypatch):
     reloaded = subprocess.CompletedProcess([], 0, stdout='{"class": "other", "largest_difference": 0}')
     monkeypatch.setattr(demo_conversion.subprocess, "run", lambda *_, **__: reloaded)  # another test has the process
-    tiny_model("llama", vocab_size=257, max_position_embeddings=512, initializer_range=0.5).save_pretrained("source")
-    byte_tokenizer().save_pretrained("source")
+    model = tiny_model("llama", vocab_size=257, max_position_embeddings=512, initializer_range=0.5)
+    save_with_tokenizer(model, here / "source")
     assert cli.main(["demo", "--data", "corpus.txt", "--checkpoint", "source", "--out", "out"]) == 0
     report, printed = json.loads((here / "out" / "report.json").read_text()), capsys.readouterr().out
     assert report["runs"] == []

@@ -16,6 +16,7 @@ from hf_qknorm import SCHEMES, Scheme, export_native
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.export.ways import Way, serving_ways
 from hf_qknorm_command import main
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tables import sharp_model
 from qknorm_tests.tiny import tiny_model
 
@@ -86,8 +87,7 @@ def test_texts_measure_the_removal(tmp_path, capsys):
     model = qk.patch_model(tiny_model("llama", vocab_size=len(tokenizer), initializer_range=0.2), "qk_norm")
     ids = tokenizer("to be or not to be " * 60, return_tensors="pt")["input_ids"]
     qk.calibrate(model, [ids.view(-1, 20)], knee=1.0)
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path / "ours")
+    save_with_tokenizer(model, tmp_path / "ours")
     (tmp_path / "text.txt").write_text("that is the question " * 60)
     command = ["export", str(tmp_path / "ours"), "--texts", str(tmp_path / "text.txt"), "--tokens", "512"]
     assert main(command) == 0

@@ -16,19 +16,16 @@ from transformers import AutoModelForCausalLM
 from hf_qknorm import calibrate, convert_checkpoint, export_native
 from hf_qknorm.demo.data import Settings
 from hf_qknorm.demo.run import run_demo
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.hub.card import write_card
 from hf_qknorm.inspection.inspect import inspect_checkpoint
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """A plain checkpoint with a tokenizer."""
-    folder = tmp_path / "source"
-    tiny_model("llama", vocab_size=300, initializer_range=0.2).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(tiny_model("llama", vocab_size=300, initializer_range=0.2), tmp_path / "source")
 
 
 def booby_trap(folder: Path, sign: Path) -> None:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, patch_model
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import render_card, write_card
 from hf_qknorm.hub.card_plots import draw_report
 from qknorm_tests.card_cases import REPORT, checkpoint, edit, front
 from qknorm_tests.covering import covering
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
@@ -92,9 +92,7 @@ def test_names_on_the_hub_are_linked_and_paths_left_out(tmp_path):
 
 
 def test_the_first_snippet_runs(tmp_path, capsys):
-    model = patch_model(tiny_model("llama", vocab_size=300), "qk_norm")
-    model.save_pretrained(tmp_path)
-    byte_tokenizer().save_pretrained(tmp_path)
+    save_with_tokenizer(patch_model(tiny_model("llama", vocab_size=300), "qk_norm"), tmp_path)
     block = re.search(r"```python\n(.*?)```", render_card(tmp_path), re.DOTALL)[1]
     assert "tokenizer" in block
     exec(block.replace("OWNER/NAME", str(tmp_path)), {})

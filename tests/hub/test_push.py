@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import patch_model, push_to_hub
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.hub.card import PLACEHOLDER_NOTE, write_card
-from qknorm_tests.push_cases import SHARDS, checkpoint, contents, logits, patched
+from qknorm_tests.folders import contents, save_with_tokenizer
+from qknorm_tests.push_cases import SHARDS, checkpoint, logits, patched
 from qknorm_tests.tiny import tiny_model
 
 CODE, WEIGHTS = "modeling_qknorm.py", "model.safetensors"
@@ -144,9 +144,7 @@ def test_local_paths_of_the_models_origin_are_not_uploaded(hub, out):
 
 @pytest.mark.parametrize("origin", ["a folder", "the Hub", "nowhere"])
 def test_a_model_in_memory_brings_the_tokenizer_of_its_origin(hub, tmp_path, origin):
-    base = tmp_path / "base"
-    tiny_model("llama", vocab_size=300).save_pretrained(base)
-    byte_tokenizer().save_pretrained(base)
+    base = save_with_tokenizer(tiny_model("llama", vocab_size=300), tmp_path / "base")
     (base / "LICENSE").write_text("MIT")
     hub.create("lab/base", **contents(base))
     model = AutoModelForCausalLM.from_pretrained("lab/base" if origin == "the Hub" else base)

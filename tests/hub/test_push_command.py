@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_qknorm import cli
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import REPORT
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.push_cases import checkpoint, logits
 from qknorm_tests.server import Fault, Hub
 from qknorm_tests.tiny import tiny_model
@@ -58,9 +59,7 @@ def test_a_pushed_model_loads_without_the_package(hub, tmp_path):
 
 @pytest.fixture
 def source(tmp_path: Path) -> str:
-    tiny_model("llama", vocab_size=300).save_pretrained(tmp_path / "source")
-    byte_tokenizer().save_pretrained(tmp_path / "source")
-    return str(tmp_path / "source")
+    return str(save_with_tokenizer(tiny_model("llama", vocab_size=300), tmp_path / "source"))
 
 
 def test_convert_pushes_its_output(hub, source, tmp_path, capsys):

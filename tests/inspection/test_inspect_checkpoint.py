@@ -10,21 +10,16 @@ import pytest
 
 from hf_qknorm import SCHEMES, Inspection, Scheme, patch_model
 from hf_qknorm.calibration.knees import KNEES
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.inspection.inspect import inspect_checkpoint
-from qknorm_tests.folders import configure
+from qknorm_tests.folders import configure, save_with_tokenizer
 from qknorm_tests.tables import sharp_model
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
     """A small checkpoint with a tokenizer, and some text."""
-    folder = tmp_path / "checkpoint"
-    tokenizer = byte_tokenizer()
-    sharp_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    return folder
+    return save_with_tokenizer(sharp_model("llama", vocab_size=257), tmp_path / "checkpoint")
 
 
 def test_a_checkpoint_is_inspected_on_a_text(checkpoint):
@@ -33,8 +28,7 @@ def test_a_checkpoint_is_inspected_on_a_text(checkpoint):
     assert isinstance(found, Inspection)
     assert (found.tokens, found.length) == (512, 128)  # as far as its positions reach
     assert found.model == str(checkpoint)
-    patched = patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm")
-    patched.save_pretrained(checkpoint)
+    patch_model(sharp_model("llama", vocab_size=257), "qk_norm").save_pretrained(checkpoint)
     again = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
     assert again.scheme == SCHEMES["qk_norm"].resolve()
     assert again.model_type == "qknorm_llama"
@@ -86,7 +80,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 @pytest.mark.parametrize("patched", [False, True])
 def test_damaged_checkpoints_are_reported_in_one_line(checkpoint, damage, patched):
     if patched:
-        patch_model(sharp_model("llama", vocab_size=len(byte_tokenizer())), "qk_norm").save_pretrained(checkpoint)
+        patch_model(sharp_model("llama", vocab_size=257), "qk_norm").save_pretrained(checkpoint)
     change, message = DAMAGE[damage]
     change(checkpoint)
     with pytest.raises(ValueError, match=message) as error:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hf_qknorm import convert_checkpoint
-from hf_qknorm.demo.training import byte_tokenizer
 from qknorm_tests.children import child
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tables import randomise
 from qknorm_tests.tiny import tiny_model
 
@@ -71,8 +71,8 @@ def tasks(tmp_path: Path) -> Path:
 
 
 def test_the_scores_are_those_of_the_package(tmp_path, tasks):
-    randomise(tiny_model("llama", vocab_size=300, max_position_embeddings=256)).save_pretrained(tmp_path / "source")
-    byte_tokenizer().save_pretrained(tmp_path / "source")
+    model = tiny_model("llama", vocab_size=300, max_position_embeddings=256)
+    save_with_tokenizer(randomise(model), tmp_path / "source")
     out, folder = tmp_path / "results", tmp_path / "converted"
     convert_checkpoint(tmp_path / "source", folder, "qk_norm_cap")
     child(ALONE, folder, tasks, out, home=tmp_path / "home")

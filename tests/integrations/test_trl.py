@@ -17,7 +17,8 @@ from hf_qknorm import LogitMonitor, QKClip, calibrate, patch_model, peft_modules
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.in_memory import InMemoryName
-from qknorm_tests.tiny_text import save_text_model
+from qknorm_tests.folders import save_with_tokenizer
+from qknorm_tests.tables import sharp_model
 
 trl = pytest.importorskip("trl", reason="needs TRL")
 datasets = pytest.importorskip("datasets", reason="needs datasets")
@@ -61,16 +62,13 @@ REFERRING = [name for name, (*_, start) in METHODS.items() if start]
 @pytest.fixture(scope="module")
 def unpatched(tmp_path_factory) -> Path:
     """An unpatched checkpoint with its tokenizer."""
-    return save_text_model(tmp_path_factory.mktemp("unpatched"))
+    return save_with_tokenizer(sharp_model("llama", vocab_size=257), tmp_path_factory.mktemp("unpatched"))
 
 
 @pytest.fixture(scope="module")
 def patched_folder(unpatched, tmp_path_factory) -> Path:
     """A patched checkpoint with its tokenizer."""
-    folder = tmp_path_factory.mktemp("patched")
-    in_memory(unpatched).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(unpatched).save_pretrained(folder)
-    return folder
+    return save_with_tokenizer(in_memory(unpatched), tmp_path_factory.mktemp("patched"))
 
 
 def in_memory(unpatched: Path, scheme: str = "qk_norm_cap", auto: Any = AutoModelForCausalLM, **options: Any) -> Any:

@@ -12,6 +12,7 @@ from transformers.trainer_callback import PrinterCallback
 
 import hf_qknorm as qk
 from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
@@ -21,11 +22,8 @@ CHECKPOINTS = ("llama", "gpt2")
 
 def make_folder(folder: Path) -> None:
     """Fill `folder` with the checkpoints `llama` and `gpt2`, each with a tokenizer, and the text `corpus.txt`."""
-    tokenizer = byte_tokenizer()
     for model_type in CHECKPOINTS:
-        model = tiny_model(model_type, vocab_size=len(tokenizer), initializer_range=0.2)
-        model.save_pretrained(folder / model_type)
-        tokenizer.save_pretrained(folder / model_type)
+        save_with_tokenizer(tiny_model(model_type, vocab_size=257, initializer_range=0.2), folder / model_type)
     (folder / "corpus.txt").write_text(TEXT, encoding="utf-8")
 
 

@@ -12,12 +12,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hf_qknorm.demo.training import byte_tokenizer
 from qknorm_tests.tables import make_batch
 
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     model.save_pretrained(folder, **options)
     return folder
+
+
+def save_with_tokenizer(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    """Save a model, of 257 tokens at least, and the demo's tokenizer of bytes."""
+    byte_tokenizer().save_pretrained(folder)
+    return save(model, folder, **options)
 
 
 def logits(model: PreTrainedModel) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checkpoints to push, contents of folders and logits of models, for the tests of pushes."""
+"""Checkpoints to push, and logits of models, for the tests of pushes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_qknorm import patch_model
-from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tables import randomise
 from qknorm_tests.tiny import tiny_model
 
@@ -23,18 +23,13 @@ def patched(**settings: Any) -> PreTrainedModel:
 
 def checkpoint(folder: Path, **options: Any) -> Path:
     """Save a patched checkpoint with tokenizer, card, licence and chat templates; return the folder."""
-    patched().save_pretrained(folder, **options)
-    byte_tokenizer().save_pretrained(folder)
+    save_with_tokenizer(patched(), folder, **options)
     (folder / "README.md").write_text(CARD)
     (folder / "LICENSE").write_text("MIT")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def logits(model: PreTrainedModel) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 SMALL = ["--length", "32", "--max_steps", "4", "--every", "2", "--use_cpu", "true", "--disable_tqdm", "true"]
@@ -23,11 +24,7 @@ SMALL = ["--length", "32", "--max_steps", "4", "--every", "2", "--use_cpu", "tru
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
     """A tiny byte-level Llama with its tokenizer."""
-    folder = tmp_path_factory.mktemp("checkpoint")
-    tokenizer = byte_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
+    return str(save_with_tokenizer(tiny_model("llama", vocab_size=257), tmp_path_factory.mktemp("checkpoint")))
 
 
 def test_pretraining_starts_at_the_unpatched_loss_and_ends_in_a_checkpoint(text, checkpoint, tmp_path):

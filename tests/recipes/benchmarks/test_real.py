@@ -8,7 +8,7 @@ import local_tasks
 import pytest
 import real
 
-from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 TEXT = "\n".join(
@@ -21,10 +21,8 @@ TEXT = "\n".join(
 
 def test_the_page_has_every_way(tmp_path):
     pytest.importorskip("lm_eval")
-    tokenizer = byte_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024, initializer_range=0.2)
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path / "tiny")
+    model = tiny_model("llama", vocab_size=257, max_position_embeddings=1024, initializer_range=0.2)
+    save_with_tokenizer(model, tmp_path / "tiny")
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 12)
     command = ["--model", str(tmp_path / "tiny"), "--text", str(text), "--test", str(text), "--size", "quick"]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import pytest
 import real_cost
 
-from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
 @pytest.mark.slow  # eleven processes
 def test_the_page_has_every_job_and_model(tmp_path, text):
-    tokenizer = byte_tokenizer()
-    for saved in (tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024), tokenizer):
-        saved.save_pretrained(tmp_path / "tiny")
+    save_with_tokenizer(tiny_model("llama", vocab_size=257, max_position_embeddings=1024), tmp_path / "tiny")
     command = ["--model", str(tmp_path / "tiny"), "--text", text, "--size", "quick", "--out", str(tmp_path / "found")]
     page = real_cost.main(command)
     assert (tmp_path / "found.md").read_text() == page

@@ -8,14 +8,12 @@ from types import SimpleNamespace
 
 import seat_belt
 
-from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
 def test_all_arms_are_trained_and_lose_their_norms(text, tmp_path):
-    tokenizer = byte_tokenizer()
-    for saved in (tiny_model("llama", vocab_size=len(tokenizer)), tokenizer):
-        saved.save_pretrained(tmp_path / "tiny")
+    save_with_tokenizer(tiny_model("llama", vocab_size=257), tmp_path / "tiny")
     asked = ["--checkpoint", str(tmp_path / "tiny"), "--text", text, "--size", "quick"]
     command = [*asked, "--seeds", "2", "--rates", "0.01", "--out", str(tmp_path / "found")]
     page = seat_belt.main(command)

@@ -7,15 +7,13 @@ import json
 import pytest
 import sharp_norms
 
-from hf_qknorm.demo.training import byte_tokenizer
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
 def test_both_defaults_are_compared(text, tmp_path):
-    tokenizer = byte_tokenizer()
-    model = tiny_model("llama", vocab_size=len(tokenizer), max_position_embeddings=1024, initializer_range=0.2)
-    for saved in (model, tokenizer):
-        saved.save_pretrained(tmp_path / "tiny")
+    model = tiny_model("llama", vocab_size=257, max_position_embeddings=1024, initializer_range=0.2)
+    save_with_tokenizer(model, tmp_path / "tiny")
     command = ["--models", f"{tmp_path / 'tiny'}={text}", "--size", "quick", "--out", str(tmp_path / "found")]
     page = sharp_norms.main(command)
     assert (tmp_path / "found.md").read_text() == page
