@@ -17,7 +17,7 @@ from hf_qknorm.model.knees import NO_NORM, knee_of
 from hf_qknorm.training.removal import START
 from hf_qknorm.training.schedule import Schedule
 from qknorm_tests.kneed import kneed, qwen3
-from qknorm_tests.short_runs import StopAt, trainer
+from qknorm_tests.short_runs import Record, SaveAt, trainer
 from qknorm_tests.tables import blend_of, make_batch
 from qknorm_tests.tiny import tiny_model
 
@@ -56,24 +56,6 @@ CASES: dict[str, tuple[type[Schedule], Make, Callable[[nn.Module], float], dict[
 }
 
 
-class Record(TrainerCallback):
-    """Records a number of the model before each step."""
-
-    def __init__(self, number: Callable[[Any], float]) -> None:
-        self.number, self.seen = number, list[float]()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seen.append(self.number(kwargs["model"]))
-
-
-class SaveAt(StopAt):
-    """Ends training after a step, with a checkpoint."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_end(args, state, control, **kwargs)
-        control.should_save = control.should_training_stop
-
-
 class Runs:
     """Runs of one case in one folder."""
 
@@ -85,10 +67,8 @@ class Runs:
         self, model: Any = None, *others: TrainerCallback, resume: int = 0, options: Any = None, **arguments: Any
     ) -> list[float]:
         """The number before each step of a run, or of one that is resumed from the checkpoint of step `resume`."""
-        record = Record(self.number)
-        run = trainer(model or self.make(), self.folder, **(options or {}))
-        for callback in (self.schedule(**{**self.arguments, **arguments}), record, *others):
-            run.add_callback(callback)
+        record, schedule = Record(self.number), self.schedule(**{**self.arguments, **arguments})
+        run = trainer(model or self.make(), self.folder, schedule, record, *others, **(options or {}))
         run.train(resume_from_checkpoint=str(self.checkpoint(resume)) if resume else None)
         return record.seen
 

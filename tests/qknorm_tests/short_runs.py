@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,13 @@ def counting(rows: int = 64) -> list[dict[str, Tensor]]:
     return [{"input_ids": row, "labels": row} for row in tokens]
 
 
-def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
+def trainer(
+    model: nn.Module,
+    folder: Path,
+    *callbacks: TrainerCallback,
+    optimizers: tuple[Any, Any] = (None, None),
+    **options: Any,
+) -> Trainer:
     settings = {
         "max_steps": 8,
         "per_device_train_batch_size": 16,
@@ -30,7 +37,8 @@ def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
         "seed": 0,
     }
     arguments = TrainingArguments(folder, **{**settings, **options})
-    return Trainer(model, arguments, train_dataset=counting(), eval_dataset=counting(16))
+    data = {"train_dataset": counting(), "eval_dataset": counting(16)}
+    return Trainer(model, arguments, callbacks=list(callbacks), optimizers=optimizers, **data)
 
 
 def losses(run: Trainer) -> list[float]:
@@ -51,3 +59,21 @@ class StopAt(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step >= self.step
+
+
+class SaveAt(StopAt):
+    """Ends training after a step, with a checkpoint."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_step_end(args, state, control, **kwargs)
+        control.should_save = control.should_training_stop
+
+
+class Record(TrainerCallback):
+    """Records something of the model before each step."""
+
+    def __init__(self, look: Callable[[Any], Any]) -> None:
+        self.look, self.seen = look, list[Any]()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen.append(self.look(kwargs["model"]))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, TrainerCallback
 
 from hf_qknorm import SCHEMES, BlendSchedule, CapSchedule, Scheme, patch_model, set_blend, set_cap, unpatch_model
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.short_runs import Record, SaveAt, trainer
 from qknorm_tests.tables import PAIRS, blend_of, fingerprint, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_model
 
@@ -107,36 +109,11 @@ def test_a_model_in_a_blend_can_be_unpatched():
     assert torch.equal(logits(model), expected)
 
 
-class Record(TrainerCallback):
-    """Records the blend of each step, and stops in the middle."""
-
-    def __init__(self, stop: int | None = None) -> None:
-        self.seen: list[tuple[float, float | None]] = []
-        self.stop = stop
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        layer = next(iter(patched_layers(kwargs["model"]).values()))
-        self.seen.append((round(blend_of(kwargs["model"]), 4), layer.softcap))
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.stop:
-            control.should_save = control.should_training_stop = True
-
-
-def run(model: PreTrainedModel, folder: Any, schedule: TrainerCallback, resume: str | None = None, **stop: int) -> Any:
-    rows = torch.randint(3, 64, (64, 16), generator=torch.Generator().manual_seed(0))
-    arguments = TrainingArguments(
-        folder, max_steps=8, per_device_train_batch_size=8, learning_rate=1e-2, save_strategy="no", report_to=[],
-        use_cpu=True, disable_tqdm=True, seed=0,
-    )  # fmt: skip
-    record = Record(**stop)
-    trainer = Trainer(
-        model,
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
-        callbacks=[schedule, record],
-    )
-    trainer.train(resume_from_checkpoint=resume)
+def run(model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, resume: str | None = None) -> Any:
+    """Train, and return the blend and the cap before each step."""
+    layer = next(iter(patched_layers(model).values()))
+    record = Record(lambda model: (round(blend_of(model), 4), layer.softcap))
+    trainer(model, folder, *callbacks, record).train(resume_from_checkpoint=resume)
     return record.seen
 
 
@@ -144,7 +121,7 @@ def test_a_resumed_blend_schedule_continues(tmp_path):
     whole, first, second = (patch_model(tiny_model("llama"), "qk_norm_cap") for _ in range(3))
     seen = run(whole, tmp_path / "whole", BlendSchedule(share=0.5))
     assert seen == [(0.0, None), (0.25, 200.0), (0.5, 100.0), (0.75, 50 / 0.75), *[(1.0, 50.0)] * 4]
-    assert run(first, tmp_path / "parts", BlendSchedule(share=0.5), stop=3) == seen[:3]
+    assert run(first, tmp_path / "parts", BlendSchedule(share=0.5), SaveAt(3)) == seen[:3]
     checkpoint = str(tmp_path / "parts" / "checkpoint-3")
     assert blend_of(AutoModelForCausalLM.from_pretrained(checkpoint)) == 0.75
     assert run(second, tmp_path / "parts", BlendSchedule(share=0.5), resume=checkpoint) == seen[3:]
@@ -164,9 +141,8 @@ def test_cap_schedule(tmp_path):
 
 @pytest.mark.parametrize("schedule", [BlendSchedule, CapSchedule])
 def test_the_best_weights_are_not_loaded(schedule, tmp_path):
-    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to="none", max_steps=1)
-    arguments.load_best_model_at_end, arguments.metric_for_best_model = True, "loss"
-    made = Trainer(patched("llama", "qk_norm_cap"), arguments, train_dataset=[{}], callbacks=[schedule()])
+    made = trainer(patched("llama", "qk_norm_cap"), tmp_path, schedule())
+    made.args.load_best_model_at_end = True
     with pytest.raises(ValueError, match=f"weights for another .*than the one that {schedule.__name__} has set"):
         made.train()
 

@@ -13,26 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainer
 from hf_qknorm import KneeSchedule
 from hf_qknorm.model.knees import NO_NORM, knee_of
 from qknorm_tests.kneed import kneed, plain, without_gain, wrapped
-from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
+from qknorm_tests.short_runs import Record, StopAt, assert_equal_weights, trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
 
-class Record(TrainerCallback):
-    """Records the knee of each step."""
-
-    def __init__(self) -> None:
-        self.seen: list[float] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.seen.append(knee_of(kwargs["model"]))
-
-
 def run(model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, **options: Any) -> Trainer:
-    made = trainer(model, folder, save_strategy="steps", save_steps=1, **options)
-    for callback in callbacks:
-        made.add_callback(callback)
-    return made
+    return trainer(model, folder, *callbacks, save_strategy="steps", save_steps=1, **options)
 
 
 LOWERED = ({}, [4.0, 2.25, 1.0, 0.25, 0.0, 0.0, 0.0, 0.0])
@@ -41,7 +28,7 @@ OPENED = ({"share": 0.5, "target": math.inf, "after": 0.5}, [4.0] * 5 + [4.8579,
 
 @pytest.mark.parametrize(("options", "way", "stop"), [(*LOWERED, 3), (*OPENED, 6)], ids=["lowered", "opened"])
 def test_a_resumed_run_equals_an_uninterrupted_one(options, way, stop, tmp_path):
-    whole, record = kneed(), Record()
+    whole, record = kneed(), Record(knee_of)
     run(whole, tmp_path / "whole", KneeSchedule(**options), record).train()
     assert record.seen == pytest.approx(way, rel=1e-4)
     assert whole.config.scheme.knee == (NO_NORM if options else 0)
@@ -50,7 +37,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, way, stop, tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(checkpoint)
     assert loaded.config.scheme.knee == record.seen[stop]
     for resumed in (kneed(), loaded):  # the initial model, and the one in the checkpoint
-        again = Record()
+        again = Record(knee_of)
         run(resumed, tmp_path / "parts", KneeSchedule(**options), again).train(resume_from_checkpoint=str(checkpoint))
         assert again.seen == record.seen[stop:]
         assert resumed.config.scheme == whole.config.scheme

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.derived import QKNormModel
 from qknorm_tests.children import child
-from qknorm_tests.short_runs import StopAt, trainer
+from qknorm_tests.short_runs import SaveAt, trainer
 from qknorm_tests.tables import assert_near, make_batch, sharp_model
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
@@ -80,7 +80,7 @@ def trained(base, tmp_path_factory) -> dict[str, tuple[peft.PeftModel, Path]]:
     found = {}
     for kind in KINDS:
         folder = tmp_path_factory.mktemp(kind)
-        run = trainer(adapted(kind, base), folder, save_strategy="steps", save_steps=4)
+        run = trainer(adapted(kind, base), folder)
         run.train()
         run.model.save_pretrained(folder / "adapter")
         save_file(make_batch("left", labels=False), folder / "batch.safetensors")
@@ -131,10 +131,8 @@ def test_the_merged_model_is_patched_and_saves_and_loads(kind, base, trained, tm
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_resumed_run_equals_an_uninterrupted_one(kind, base, trained, tmp_path):
     whole, _ = trained[kind]
-    first = trainer(adapted(kind, base), tmp_path, save_strategy="steps", save_steps=4)
-    first.add_callback(StopAt(4))
-    first.train()
-    second = trainer(adapted(kind, base), tmp_path, save_strategy="steps", save_steps=4)
+    trainer(adapted(kind, base), tmp_path, SaveAt(4)).train()
+    second = trainer(adapted(kind, base), tmp_path)
     second.train(resume_from_checkpoint=True)
     assert second.state.global_step == 8
     resumed = peft.get_peft_model_state_dict(second.model)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback
 
 from hf_qknorm import QuacK, patch_model
 from qknorm_tests.optimised import OPTIMISERS, assert_same, train
+from qknorm_tests.short_runs import SaveAt, trainer
 from qknorm_tests.tables import make_batch, sharp_model
 from qknorm_tests.tiny import tiny_model
 
@@ -77,25 +79,11 @@ def test_a_step_that_the_scaler_skips_changes_nothing():
     assert_same(model, before)
 
 
-class Stop(TrainerCallback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            control.should_save = control.should_training_stop = True
-
-
-def run(model: PreTrainedModel, folder: Any, *callbacks: TrainerCallback, resume: str | None = None) -> QuacK:
-    rows = torch.randint(3, 64, (64, 16), generator=torch.Generator().manual_seed(0))
-    arguments = TrainingArguments(
-        folder, max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2, save_strategy="no",
-        report_to=[], use_cpu=True, disable_tqdm=True, seed=0,
-    )  # fmt: skip
+def run(model: PreTrainedModel, folder: Path, *callbacks: TrainerCallback, resume: str | None = None) -> QuacK:
     optimizer = QuacK(torch.optim.AdamW(model.parameters(), 3e-2), model, tau=0.5)
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    trainer = Trainer(model, arguments, train_dataset=data, callbacks=list(callbacks), optimizers=(optimizer, None))
-    trainer.train(resume_from_checkpoint=resume)
+    options = {"max_steps": 6, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    made = trainer(model, folder, *callbacks, optimizers=(optimizer, None), **options)
+    made.train(resume_from_checkpoint=resume)
     return optimizer
 
 
@@ -106,7 +94,7 @@ def test_a_resumed_trainer_equals_an_uninterrupted_one(tmp_path, scheme):
         patch_model(model, scheme)
     optimizer = run(whole, tmp_path / "whole")
     assert optimizer.param_groups[0]["lr"] < 1e-2  # the scheduler changes the wrapped optimiser
-    run(first, tmp_path / "parts", Stop(3))
+    run(first, tmp_path / "parts", SaveAt(3))
     run(second, tmp_path / "parts", resume=str(tmp_path / "parts" / "checkpoint-3"))
     assert_same(second, whole)
 
@@ -124,16 +112,6 @@ def test_refusals():
         optimizer.step()
 
 
-def trainer_of(model: PreTrainedModel, folder: Any, optimizers: Any = (None, None), **settings: Any) -> Trainer:
-    rows = torch.randint(3, 64, (64, 16), generator=torch.Generator().manual_seed(0))
-    arguments = TrainingArguments(
-        folder, max_steps=4, per_device_train_batch_size=4, save_strategy="no", report_to=[], use_cpu=True,
-        disable_tqdm=True, seed=0, **settings,
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row} for row in rows]
-    return Trainer(model, arguments, train_dataset=data, optimizers=optimizers)
-
-
 SETTINGS = {
     "adamw": {"learning_rate": 3e-2, "adam_beta2": 0.9, "weight_decay": 0.1, "lr_scheduler_type": "cosine"},
     "defaults": {},
@@ -143,12 +121,13 @@ SETTINGS = {
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 def test_attached_to_a_trainer_it_wraps_the_optimiser_of_the_arguments(tmp_path, settings):
-    plain = trainer_of(tiny_model("llama"), tmp_path, **settings)
+    settings = {"max_steps": 4} | settings
+    plain = trainer(tiny_model("llama"), tmp_path, **settings)
     expected = plain.create_optimizer()
     model = tiny_model("llama")
-    trainer = trainer_of(model, tmp_path, **settings)
-    assert QuacK.attach(trainer, tau=0.5) is trainer
-    optimizer = trainer.create_optimizer()
+    run = trainer(model, tmp_path, **settings)
+    assert QuacK.attach(run, tau=0.5) is run
+    optimizer = run.create_optimizer()
     assert isinstance(optimizer, QuacK)
     assert optimizer.tau == 0.5
     assert type(optimizer.optimizer) is type(expected)
@@ -159,38 +138,36 @@ def test_attached_to_a_trainer_it_wraps_the_optimiser_of_the_arguments(tmp_path,
     )
     assert groups == wanted
     assert [group["weight_decay"] for group in groups] == [settings.get("weight_decay", 0.0), 0.0]
-    trainer.train()
-    assert trainer.optimizer.optimizer is optimizer  # in accelerate's
+    run.train()
+    assert run.optimizer.optimizer is optimizer  # in accelerate's
     rates = [group["lr"] for group in optimizer.param_groups]
     plain.train()
     assert rates == [group["lr"] for group in plain.optimizer.param_groups]
     moved = (p for p, q in zip(model.parameters(), plain.model.parameters(), strict=True) if not torch.equal(p, q))
     assert any(True for _ in moved)
-    trainer.train()  # again, with the same optimiser
-    assert trainer.optimizer.optimizer is optimizer or trainer.optimizer.optimizer.optimizer is optimizer
+    run.train()  # again, with the same optimiser
+    assert run.optimizer.optimizer is optimizer or run.optimizer.optimizer.optimizer is optimizer
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 def test_attaching_to_a_trainer_that_can_not_have_it_is_refused(tmp_path):
-    trainer = trainer_of(tiny_model("llama"), tmp_path)
+    run = trainer(tiny_model("llama"), tmp_path, max_steps=1)
     with pytest.raises(ValueError, match="tau is -1"):
-        QuacK.attach(trainer, tau=-1)
-    QuacK.attach(trainer)
+        QuacK.attach(run, tau=-1)
+    run.train()
     with pytest.raises(ValueError, match="has trained or has QuacK already"):
-        QuacK.attach(trainer)
-    trainer = trainer_of(tiny_model("llama"), tmp_path)
-    trainer.train()
+        QuacK.attach(run)
+    run = QuacK.attach(trainer(tiny_model("llama"), tmp_path))
     with pytest.raises(ValueError, match="has trained or has QuacK already"):
-        QuacK.attach(trainer)
-    trainer = trainer_of(tiny_model("llama"), tmp_path)
-    trainer.is_deepspeed_enabled = True
+        QuacK.attach(run)
+    run.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match="does not support DeepSpeed"):
-        QuacK.attach(trainer)
+        QuacK.attach(run)
     adapted = get_peft_model(tiny_model("llama"), LoraConfig(task_type="CAUSAL_LM", target_modules=["v_proj"]))
-    trainer = trainer_of(adapted, tmp_path)
+    run = trainer(adapted, tmp_path)
     with pytest.raises(ValueError, match="no weight of queries and keys is trained"):
-        QuacK.attach(trainer)
-    assert trainer.create_optimizer.__name__ == "create_optimizer"
+        QuacK.attach(run)
+    assert run.create_optimizer.__name__ == "create_optimizer"
 
 
 def test_a_state_without_initial_norms_measures_them_anew():

@@ -14,7 +14,7 @@ from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
 from hf_qknorm.training.removal import START, _as_llama
 from qknorm_tests.kneed import REMOVED, kneed, logits, plain, qwen3
-from qknorm_tests.short_runs import StopAt, trainer
+from qknorm_tests.short_runs import SaveAt, trainer
 from qknorm_tests.tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
@@ -75,14 +75,10 @@ def test_folded_norms_leave_what_constant_factors_gave(case):
 
 def test_a_trained_removal_ends_in_a_plain_llama(tmp_path):
     model: Any = start_removal(qwen3(), TEXT)
-    made = trainer(model, tmp_path / "run", save_strategy="steps", save_steps=1)
-    made.add_callback(KneeSchedule(target=math.inf))
-    made.add_callback(StopAt(2))
-    made.train()
+    trainer(model, tmp_path, KneeSchedule(target=math.inf), SaveAt(2)).train()
     resumed: Any = start_removal(qwen3(), TEXT)
-    again = trainer(resumed, tmp_path / "run", save_strategy="no")
-    again.add_callback(KneeSchedule(target=math.inf))
-    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    again = trainer(resumed, tmp_path, KneeSchedule(target=math.inf))
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     before = logits(resumed.eval())
     remove_norms(resumed).save_pretrained(tmp_path / "out")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")

@@ -14,8 +14,8 @@ from transformers import TrainerCallback
 
 from hf_qknorm import BlendSchedule, CapSchedule, KneeSchedule, patch_model, set_blend, set_cap, set_knee
 from qknorm_tests.kneed import wrapped
-from qknorm_tests.schedule_runs import CASES, LONGER, Runs, SaveAt, monotonic, near
-from qknorm_tests.short_runs import StopAt
+from qknorm_tests.schedule_runs import CASES, LONGER, Runs, monotonic, near
+from qknorm_tests.short_runs import SaveAt, StopAt
 from qknorm_tests.tiny import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name

@@ -44,8 +44,7 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(model_type, preset, 
 
     whole = trainer(fresh(), tmp_path / "whole")
     whole.train()
-    first = trainer(fresh(), tmp_path / "parts", save_strategy="steps", save_steps=4)
-    first.add_callback(StopAt(4))
+    first = trainer(fresh(), tmp_path / "parts", StopAt(4), save_strategy="steps", save_steps=4)
     first.train()
     assert first.state.global_step == 4
     second = trainer(fresh(), tmp_path / "parts", save_strategy="steps", save_steps=4)
@@ -68,9 +67,8 @@ def test_knees_load_from_resumed_and_from_best_checkpoints(tmp_path):
 
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "bf16": True}
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, **best}
-    first, expected = trainer(fresh(0), tmp_path, **options), knees(fresh(0))
-    first.add_callback(StopAt(4))
-    first.train()
+    expected = knees(fresh(0))
+    trainer(fresh(0), tmp_path, StopAt(4), **options).train()
     second = trainer(fresh(1), tmp_path, **options)
     assert not any(torch.equal(eps, expected[name]) for name, eps in knees(second.model).items())
     second.train(resume_from_checkpoint=True)
