@@ -111,14 +111,13 @@ def test_the_trainers_schedule_sets_every_rate(tmp_path):
     assert [next(iter(rates)) for rates in seen.rates] == pytest.approx(expected, abs=1e-9)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_a_run_continues_from_its_checkpoint(tmp_path, model_type):
+@pytest.mark.parametrize(("model_type", "own"), [("llama", True), ("gpt2", False)])
+def test_a_run_continues_from_its_checkpoint(tmp_path, model_type, own):
+    options = {"own": own, "gradient_accumulation_steps": 2}
     whole = sharp_model(model_type)
-    trainer(tmp_path, whole, gradient_accumulation_steps=2).train()
+    trainer(tmp_path, whole, **options).train()
     resumed = sharp_model(model_type, seed=1)
-    trainer(tmp_path, resumed, gradient_accumulation_steps=2).train(
-        resume_from_checkpoint=str(tmp_path / "checkpoint-3")
-    )
+    trainer(tmp_path, resumed, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert_same(resumed, whole)
 
 
