@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, Trainer, TrainingArguments
+from torch.utils.data import default_collate
+from transformers import PreTrainedModel
 
 from hf_qknorm import QKClip, Scheme, logit_statistics, patch_model
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.clip_by_hand import Recorder, clip_by_hand, dense_maxima
 from qknorm_tests.head_rows import ROWS
+from qknorm_tests.short_runs import counting, trainer
 from qknorm_tests.tables import fingerprint, make_batch, sharp_model
 from qknorm_tests.tiny import tiny_model
 
@@ -136,19 +138,16 @@ def test_other_observers_and_removal():
 
 
 def test_the_trainer_clips_as_a_bare_loop_does(tmp_path):
-    row = torch.randint(3, 64, (16,), generator=torch.Generator().manual_seed(0))
     model, expected = made("llama"), made("llama")
-    arguments = TrainingArguments(
-        tmp_path, max_steps=3, per_device_train_batch_size=2, gradient_accumulation_steps=2, optim="sgd",
-        learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0, save_strategy="no", report_to=[],
-        use_cpu=True, disable_tqdm=True,
-    )  # fmt: skip
-    data = [{"input_ids": row, "labels": row}] * 16
-    Trainer(model, arguments, train_dataset=data, callbacks=[QKClip(model, threshold=3.0)]).train()
+    trainer(
+        model, tmp_path, QKClip(model, threshold=3.0), max_steps=3, per_device_train_batch_size=32,
+        gradient_accumulation_steps=2, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0,
+    ).train()  # fmt: skip
+    all_rows = default_collate(counting())
     clip, optimizer = QKClip(expected.train(), threshold=3.0), torch.optim.SGD(expected.parameters(), 0.1)
     clipped = 0
     for _ in range(3):
-        expected(input_ids=row[None], labels=row[None]).loss.backward()
+        expected(**all_rows).loss.backward()
         optimizer.step()
         clipped += len(clip.step())
         optimizer.zero_grad()

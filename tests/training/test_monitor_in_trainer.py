@@ -6,12 +6,13 @@ import json
 
 import pytest
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 
 from hf_qknorm import LogitMonitor, patch_model, unpatch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.training.logit_log import read_log
-from qknorm_tests.tables import make_batch, sharp_model
+from qknorm_tests.short_runs import trainer
+from qknorm_tests.tables import sharp_model
 from qknorm_tests.watched import gradients_by_hand, hooks
 
 
@@ -30,15 +31,12 @@ class Looker(TrainerCallback):
 
 
 def trained(folder, monitor, attach=True, **options):
-    """A Trainer after 12 steps of 2 micro-batches on a tiny model, and the callback that records hooks."""
+    """A Trainer for 12 steps of 2 micro-batches on a tiny model, and the callback that records hooks."""
     model = patch_model(sharp_model("llama"), "qk_norm_cap")
-    rows = [{"input_ids": row, "labels": row} for row in make_batch("plain")["input_ids"].repeat(8, 1)]
     settings = {"max_steps": 12, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "logging_steps": 3}
-    settings |= {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 5, "seed": 0}
-    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
-    arguments = TrainingArguments(folder, **{**settings, **options})
+    settings |= {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 5}
     looker = Looker()
-    run = Trainer(model, arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[] if attach else [monitor])
+    run = trainer(model, folder, *([] if attach else [monitor]), **{**settings, **options})
     if attach:
         assert monitor.attach(run) is monitor
     run.add_callback(looker)
@@ -48,13 +46,11 @@ def trained(folder, monitor, attach=True, **options):
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2"])
 def test_a_model_with_its_own_norms_is_watched_unpatched(tmp_path, family):
     """It trains to the same weights as without the monitor, and its checkpoints are its own."""
-    rows = [{"input_ids": row, "labels": row} for row in make_batch("plain")["input_ids"].repeat(4, 1)]
-    settings = {"max_steps": 4, "per_device_train_batch_size": 2, "save_steps": 2, "learning_rate": 0.1, "seed": 0}
-    settings |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
     weights = []
     for watched in (False, True):
         model = sharp_model(family)
-        run = Trainer(model, TrainingArguments(str(tmp_path / str(watched)), **settings), train_dataset=rows)
+        run = trainer(model, tmp_path / str(watched), **settings)
         if watched:
             LogitMonitor(every=2, path=tmp_path / "log.jsonl").attach(run)
         run.train()
