@@ -7,18 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
 from hf_qknorm import Scheme, calibrate, patch_model, set_blend
+from hf_qknorm.calibration.gains import named_norms
 from hf_qknorm.measure.text import default_length
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.ops.reference import head_norm
+from qknorm_tests.tables import norm_inputs
+from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
-
-
-def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids `[rows, length]` above the special ones."""
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
-
 
 GAINS = {
     "shared": Scheme(q="rms", k="rms", v="rms"),
@@ -29,33 +25,13 @@ GAINS = {
 }
 
 
-def _projections(model, batches):
-    """q, k and v of every layer, `[N, H, D]` in fp64, through the unpatched model."""
-    seen = {}
-    hooks = []
-    for name, layer in patched_layers(model).items():
-        for field in ("q", "k", "v"):
-            norm = layer._modules.get(f"{field}_norm")
-            if norm is not None:
-                hook = norm.register_forward_pre_hook(
-                    lambda module, args, key=(name, field): seen.setdefault(key, []).append(args[0].flatten(0, 1))
-                )
-                hooks.append(hook)
-    with torch.no_grad(), as_unpatched(model):
-        for batch in batches:
-            model(**batch)
-    for hook in hooks:
-        hook.remove()
-    return {key: torch.cat(parts).double() for key, parts in seen.items()}
-
-
 @pytest.mark.parametrize("scheme", GAINS.values(), ids=GAINS)
 def test_moments_are_the_least_squares_fit(scheme):
     model = patch_model(tiny_model("llama"), scheme)
     batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
     calibrate(model, batches, method="moments")
-    for (name, field), x in _projections(model, batches).items():
-        norm = getattr(patched_layers(model)[name], f"{field}_norm")
+    for key, x in norm_inputs(model, batches).items():
+        norm = named_norms(model)[key]
         n = head_norm(x, norm.norm, eps=norm.eps, p=norm.p)
         gain = norm.weight.detach().double()
         bias = torch.zeros_like(gain) if norm.bias is None else norm.bias.detach().double()
@@ -87,11 +63,11 @@ def test_a_scalar_gain_includes_queries_keys_and_scale(name):
     model = patch_model(tiny_model("llama"), name)
     batches = [{"input_ids": tokens(2, 20)}]
     calibrate(model, batches, method="moments")
-    projections = _projections(model, batches)
+    projections = norm_inputs(model, batches)
     for layer_name, layer in patched_layers(model).items():
         sides = []
-        for field in ("q", "k"):
-            x = projections[layer_name, field]
+        for name in ("q_norm", "k_norm"):
+            x = projections[layer_name, name]
             n = head_norm(x, layer.q_norm.norm, eps=layer.q_norm.eps, p=layer.q_norm.p)
             sides.append((n * x).sum() / (n * n).sum())
         expected = sides[0] * sides[1] * layer.scaling / layer.scheme.scale

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.calibrate import HELD_OUT
@@ -16,12 +15,8 @@ from hf_qknorm.measure.predictions import evaluate
 from hf_qknorm.measure.regroup import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
+from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
-
-
-def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids `[rows, length]` above the special ones."""
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 def made(scheme: str | Scheme = "qk_norm_cap", method: str = "moments", family: str = "llama") -> Calibration:

@@ -15,39 +15,20 @@ from hf_qknorm.calibration.gains import ClosedFormGains, NormSums, expected_powe
 from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, search_knee, tried_knees, with_margin
 from hf_qknorm.measure.distributed import ONE_PROCESS
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.reports.records import Prediction
 from qknorm_tests.covering import covering
+from qknorm_tests.tables import norm_inputs
+from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
 
 ORDERS = {"rms": 2.0, "layer": 2.0, "l2": 2.0, "lp": 3.0}
 
 
-def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids `[rows, length]` above the special ones."""
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
-
-
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens(2, 20, seed)} for seed in range(count)]
-
-
-def inputs_of(model, data) -> dict[tuple[str, str], torch.Tensor]:
-    """The inputs of each norm in the unpatched model, `[N, H, D]` in fp64."""
-    seen: dict[tuple[str, str], list[torch.Tensor]] = {key: [] for key in named_norms(model)}
-    hooks = [
-        norm.register_forward_pre_hook(lambda _, args, key=key: seen[key].append(args[0].flatten(0, 1).double()))
-        for key, norm in named_norms(model).items()
-    ]
-    with torch.no_grad(), as_unpatched(model):
-        for batch in data:
-            model(**batch)
-    for hook in hooks:
-        hook.remove()
-    return {key: torch.cat(parts) for key, parts in seen.items()}
 
 
 def heads(count: int, spread: float = 1.0, seed: int = 0) -> torch.Tensor:
@@ -100,7 +81,7 @@ def test_a_fixed_knee_is_relative_to_the_mean_power_of_the_whole_text(scheme):
     report = calibrate(model, data, knee=4)
     assert report.scheme.knee == model.config.scheme.knee == 4
     assert report.knees == {}
-    for key, x in inputs_of(model, data).items():
+    for key, x in norm_inputs(model, data).items():
         norm = named_norms(model)[key]
         y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
         assert norm.mean_power() == pytest.approx(float(y.abs().pow(norm.order).mean()), rel=1e-5)

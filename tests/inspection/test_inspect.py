@@ -18,15 +18,11 @@ from hf_qknorm.measure.bounds import logit_bound
 from hf_qknorm.measure.predictions import evaluate, predictions
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.tables import fingerprint, sharp_model
+from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
 
 CAP = Scheme(softcap=50.0)
 FAMILIES_TRIED = ("gemma2", "gpt2", "llama", "mixtral", "qwen3")
-
-
-def tokens(rows: int, length: int, seed: int = 0) -> torch.Tensor:
-    """Random token ids `[rows, length]` above the special ones."""
-    return torch.randint(3, 64, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize("family", FAMILIES_TRIED)

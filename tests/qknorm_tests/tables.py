@@ -5,6 +5,7 @@ Random gains, because gains of 1 hide mistakes; large weights, because flat atte
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -16,9 +17,11 @@ from transformers.models.roformer import modeling_roformer
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme
+from hf_qknorm.calibration.gains import named_norms
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import PARTS
 from hf_qknorm.families.style import Style
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering
@@ -110,6 +113,24 @@ def make_batch(kind: str, *, labels: bool = True) -> dict[str, Any]:
     if labels:  # none at padding: backends may give empty rows any result
         batch["labels"] = tokens.where(real(batch) & real(batch).roll(1, dims=1), -100)
     return batch
+
+
+def random_tokens(rows: int, length: int, seed: int = 0) -> Tensor:
+    """Token ids `[rows, length]` above the special ones."""
+    return torch.randint(3, TINY["vocab_size"], (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def norm_inputs(model: Any, batches: list[dict[str, Any]]) -> dict[tuple[str, str], Tensor]:
+    """The inputs of each norm of a patched model, by layer and name, in the unpatched model: `[N, H, D]` in fp64."""
+    seen: dict[tuple[str, str], list[Tensor]] = {key: [] for key in named_norms(model)}
+    with ExitStack() as hooks, as_unpatched(model):
+        for key, norm in named_norms(model).items():
+            note = lambda _, args, key=key: seen[key].append(args[0].flatten(0, 1).double())  # noqa: E731
+            hooks.enter_context(norm.register_forward_pre_hook(note))
+        for batch in batches:
+            model(**batch)
+    return {key: torch.cat(parts) for key, parts in seen.items()}
 
 
 def use_backend(backend: str, *models: PreTrainedModel) -> None:
