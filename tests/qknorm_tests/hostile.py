@@ -41,6 +41,18 @@ def variants(made: Any) -> Iterator[Any]:
         yield made | {"x" * 10**5: 1}
 
 
+def changed(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """A copy of the data with another value at `path`, as "base/loss"; `...` removes the key."""
+    *parents, last = path.split("/")
+    copied = place = copy.deepcopy(data)
+    for key in parents:
+        place = place[key]
+    place[last] = value
+    if value is ...:
+        del place[last]
+    return copied
+
+
 def outcome(call: Callable[[], Any]) -> Any:
     """What a call gives, or None where it refused with a ValueError that tells something, in few words."""
     try:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from test_report import with_a_knee
 
 import hf_qknorm as qk
 from hf_qknorm.convert.plan import Plan
-from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.scheme import SCHEMES
 from qknorm_tests.tiny import tiny_model
 
@@ -58,13 +58,9 @@ def words(text: str) -> list[str]:
     return [word for word in text.split() if word != "-"]
 
 
-def calibration(name: str = "layers.0") -> qk.Calibration:
-    before = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,))
-    after = dataclasses.replace(before, beyond_q=(0.1, 0.2), beyond_k=(0.3,))
-    layers = {f"{name}{i}": LayerReport(before, after, (1.0, 2.0), None, 12.5) for i in range(14)}
-    predictions = Prediction(1.415), Prediction(1.905, 0.5, 0.6), Prediction(1.531, 0.1097, 0.9)
-    scheme, knees = dataclasses.replace(SCHEMES["qk_norm_cap"], knee=4.0), {0.0: predictions[1], 4.0: predictions[2]}
-    return qk.Calibration("moments", 199_936, scheme, 50.0, *predictions, layers, knees=knees)
+def calibration(name: str = "model") -> qk.Calibration:
+    report = with_a_knee(layers=14)
+    return dataclasses.replace(report, layers={f"{name}.{key}": layer for key, layer in report.layers.items()})
 
 
 def inspection(name: str = "tiny") -> qk.Inspection:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import json
 import math
@@ -12,6 +11,7 @@ import pytest
 from hf_qknorm import Calibration
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.scheme import SCHEMES
+from qknorm_tests.hostile import changed
 
 
 def example(layers: int = 2) -> Calibration:
@@ -101,20 +101,6 @@ def test_json_round_trip_of_a_knee():
 PREDICTED = Prediction(1.0).to_dict()
 
 
-def changed(path: str, value: object) -> dict:
-    """The example's JSON with another value at `path`; `...` removes the key."""
-    data = copy.deepcopy(example().to_dict())
-    *parents, last = path.split("/")
-    place = data
-    for key in parents:
-        place = place[key]
-    if value is ...:
-        del place[last]
-    else:
-        place[last] = value
-    return data
-
-
 @pytest.mark.parametrize("method", ["fit", "fit_qk"])
 def test_a_report_by_a_method_of_earlier_versions_loads(method, tmp_path):
     report = dataclasses.replace(example(), method=method)
@@ -154,7 +140,7 @@ def test_a_report_by_a_method_of_earlier_versions_loads(method, tmp_path):
 )
 def test_malformed_reports_are_refused_by_key(path, value, message):
     with pytest.raises(ValueError, match=message):
-        Calibration.from_dict(changed(path, value))
+        Calibration.from_dict(changed(example().to_dict(), path, value))
 
 
 @pytest.mark.parametrize("keys", [("judged",), ("base_model", "dataset"), ("judged", "base_model", "dataset")])

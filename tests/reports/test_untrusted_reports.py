@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 from pathlib import Path
@@ -15,7 +14,7 @@ from hf_qknorm.files.names import REPORT as FILE
 from hf_qknorm.files.untrusted import is_shallow
 from hf_qknorm.hub.card import render_card
 from hf_qknorm.model.record import drop_record, load_record, own_tensors, record_of, sample_all, write_record
-from qknorm_tests.hostile import REPORT, variants
+from qknorm_tests.hostile import REPORT, changed, variants
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tiny import tiny_model
 
@@ -28,15 +27,6 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def report(model) -> dict[str, Any]:
     return REPORT.to_dict() | {"weights": dict(list(sample_all(own_tensors(model)).items())[:1])}
-
-
-def changed(report: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
-    *parents, last = path.split("/")
-    data = place = copy.deepcopy(report)
-    for name in parents:
-        place = place[name]
-    place[last] = value
-    return data
 
 
 def passed_on(model: Any, data: bytes, folder: Path) -> bool:
