@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from test_native import logits
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import Scheme, cli, export_native, patch_model, remove_norms, set_knee, start_removal
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.knees import NO_NORM
 from qknorm_tests.kneed import REMOVED, kneed, qwen3
-from qknorm_tests.tables import assert_near, error, make_batch, randomise, real, sharp_model
+from qknorm_tests.tables import assert_near, error, make_batch, randomise, sharp_model
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
 RMS = Scheme(q="rms", k="rms")
@@ -27,13 +27,6 @@ CASES = {name: case for name, case in REMOVED.items() if not case[1].softcap} | 
     "capped, fused": ("phi3", dataclasses.replace(RMS, softcap=2.0), {}),
     "scale": ("qwen2", dataclasses.replace(RMS, scale=0.3), {}),
 }
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    """The logits of the tokens that are no padding, whose own differ between models."""
-    batch = make_batch("left", labels=False)
-    return model(**batch).logits[real(batch)]
 
 
 def removed(case: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,17 +56,20 @@ def test_the_export_has_the_same_bits(tmp_path, model_type):
     assert torch.equal(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
 
 
+def assert_exported_without_rounding(folder: Path) -> None:
+    """Computed in float32, a checkpoint in 16 bits and its export give the same bits."""
+    export_native(folder / "ours", folder / "theirs")
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    one, other = (AutoModelForCausalLM.from_pretrained(folder / name, **options) for name in ("ours", "theirs"))
+    tokens = make_batch("plain")["input_ids"]
+    assert torch.equal(one(tokens).logits, other(tokens).logits)
+
+
 def test_a_checkpoint_in_16_bits_is_exported_without_rounding(tmp_path):
     model = patch_model(sharp_model("llama", **EPS), RMS)
     calibrate(model, texts(), exportable=True)
     model.bfloat16().save_pretrained(tmp_path / "ours")
-    export_native(tmp_path / "ours", tmp_path / "theirs")
-    one, other = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="sdpa")
-        for name in ("ours", "theirs")
-    )
-    tokens = make_batch("plain")["input_ids"]
-    assert torch.equal(one(tokens).logits, other(tokens).logits)
+    assert_exported_without_rounding(tmp_path)
 
 
 @pytest.mark.parametrize("last", [2.0**-10, 3 * 2.0**-24], ids=["held", "rounded"])
@@ -85,13 +89,7 @@ def test_float16_is_refused_if_it_would_round_a_weight(last, tmp_path):
         assert costs["any engine"].startswith("refused: it would not be exact in float16")
         assert not (tmp_path / "theirs").exists()
         return
-    export_native(tmp_path / "ours", tmp_path / "theirs")
-    one, other = (
-        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32, attn_implementation="sdpa")
-        for name in ("ours", "theirs")
-    )
-    tokens = make_batch("plain")["input_ids"]
-    assert torch.equal(one(tokens).logits, other(tokens).logits)
+    assert_exported_without_rounding(tmp_path)
 
 
 def as_q6_k(weight: Tensor) -> Tensor:

@@ -90,7 +90,8 @@ def save_patched(folder: Path, model_type: str, settings: dict[str, Any], scheme
 
 
 @torch.no_grad()
-def logits(model: Any, kind: str) -> Tensor:
+def logits(model: Any, kind: str = "left") -> Tensor:
+    """The logits of the tokens that are no padding, whose own differ between models."""
     batch = make_batch(kind, labels=False)
     return model(**batch).logits[real(batch)]
 
