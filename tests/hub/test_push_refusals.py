@@ -26,20 +26,17 @@ def out(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "out")
 
 
-def other_type(hub: Hub, out: Path) -> dict[str, Any]:
+def other_type(hub: Hub, out: Path) -> None:
     hub.create("me/tiny", **{"config.json": b'{"model_type": "llama"}'})
-    return {}
 
 
-def other_size(hub: Hub, out: Path) -> dict[str, Any]:
+def other_size(hub: Hub, out: Path) -> None:
     data = json.loads((out / "config.json").read_text()) | {"num_hidden_layers": 7}
     hub.create("me/tiny", **{"config.json": json.dumps(data).encode()})
-    return {}
 
 
-def other_weights(hub: Hub, out: Path) -> dict[str, Any]:
+def other_weights(hub: Hub, out: Path) -> None:
     hub.create("me/tiny", **{"pytorch_model.bin": b""})
-    return {}
 
 
 def public(hub: Hub, out: Path) -> dict[str, Any]:
