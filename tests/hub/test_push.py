@@ -38,9 +38,7 @@ OLD = (REPORT, "qk_norm_loss.png", "plot.png", "model.gguf", "notes.md")  # of a
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
-@pytest.mark.parametrize("multipart", [False, True], ids=["basic", "multipart"])
-def test_one_commit_has_every_file_that_is_needed(hub, tmp_path, sharded, multipart):
-    hub.multipart = multipart
+def test_one_commit_has_every_file_that_is_needed(hub, tmp_path, sharded):
     folder = checkpoint(tmp_path / "out", **({"max_shard_size": "200KB"} if sharded else {}))
     litter(folder)
     before = contents(folder)

@@ -78,9 +78,7 @@ def test_a_request_is_repeated_after_a_lost_answer(hub, out, waits, request_):
     assert len(hub.created) == 1
 
 
-@pytest.mark.parametrize("multipart", [False, True], ids=["basic", "multipart"])
-def test_a_shard_is_sent_again_after_a_broken_connection(hub, out, waits, multipart):
-    hub.multipart = multipart
+def test_a_shard_is_sent_again_after_a_broken_connection(hub, out, waits):
     hub.faults.append(Fault(UPLOAD, cut=50_000))
     push_to_hub(out, "me/tiny")
     assert waits == [1]

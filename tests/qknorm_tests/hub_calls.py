@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 LARGE = 4096  # bytes; larger PNG files are stored as LFS
-PART = 100_000  # bytes of a part in multipart uploads
 
 
 @lru_cache(maxsize=64)
@@ -168,36 +167,17 @@ def _batch(call: Any, body: bytes, repo: str) -> Answer:
     objects = []
     for asked in json.loads(body)["objects"]:
         oid, size = asked["oid"], asked["size"]
-        href = f"{call.hub.url}/lfs/{repo}/{oid}"
-        upload: dict[str, Any] = {"href": href, "header": {}}
-        if call.hub.multipart:
-            count = -(-size // PART)
-            upload["header"] = {"chunk_size": str(PART), **{str(i): f"{href}/{i}" for i in range(1, count + 1)}}
+        upload = {"href": f"{call.hub.url}/lfs/{repo}/{oid}", "header": {}}
         verify = {"href": f"{call.hub.url}/verify/{repo}"}
         actions = {} if oid in _repo(call, repo).large else {"actions": {"upload": upload, "verify": verify}}
         objects.append({"oid": oid, "size": size, "authenticated": True, **actions})
-    return 200, {}, {"transfer": "multipart" if call.hub.multipart else "basic", "objects": objects}
+    return 200, {}, {"transfer": "basic", "objects": objects}
 
 
-def _put(call: Any, body: bytes, repo: str, oid: str, part: str | None = None) -> Answer:
-    if part is not None:
-        call.hub.parts.setdefault(oid, {})[int(part)] = body
-        return 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
-    return _store(call, repo, oid, body)
-
-
-def _complete(call: Any, body: bytes, repo: str, oid: str) -> Answer:
-    parts = call.hub.parts.pop(oid)
-    for part in json.loads(body)["parts"]:
-        if part["etag"] != f'"{hashlib.md5(parts[part["partNumber"]]).hexdigest()}"':
-            raise Refused(400, "the parts differ from those received")
-    return _store(call, repo, oid, b"".join(parts[number] for number in sorted(parts)))
-
-
-def _store(call: Any, repo: str, oid: str, data: bytes) -> Answer:
-    if _sha256(data) != oid:
+def _put(call: Any, body: bytes, repo: str, oid: str) -> Answer:
+    if _sha256(body) != oid:
         raise Refused(400, "the content does not match its sha256")
-    call.hub.repos[repo].large[oid] = data  # needs no token: the URL is secret
+    call.hub.repos[repo].large[oid] = body  # needs no token: the URL is secret
     return 200, {}, b""
 
 
@@ -261,8 +241,6 @@ ROUTES: dict[str, Any] = {
     f"POST /api/models/{REPO}/commit/{REV}": _commit,
     f"POST /{REPO}.git/info/lfs/objects/batch": _batch,
     f"PUT /lfs/{REPO}/{OID}": _put,
-    f"PUT /lfs/{REPO}/{OID}/(?P<part>[0-9]+)": _put,
-    f"POST /lfs/{REPO}/{OID}": _complete,
     f"POST /verify/{REPO}": _verify,
     f"(GET|HEAD) /{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)": _resolve,
 }

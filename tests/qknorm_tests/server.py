@@ -3,7 +3,7 @@
     with Hub() as hub:  # hub.url: HF_ENDPOINT; "hf_writes": a token with write access to `me` and `lab`
         hub.faults.append(Fault("POST .*/commit/", status=503, times=2))
 
-Repositories live in memory. Xet is not served: clients must have HF_HUB_DISABLE_XET=1.
+Repositories live in memory. Xet and uploads in parts are not served: clients must have HF_HUB_DISABLE_XET=1.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ class Hub:
         self.requests: list[str] = []
         self.created: list[dict[str, Any]] = []  # bodies of repos/create
         self.received: list[tuple[str, int]] = []  # sha256 and bytes of each PUT, whole or cut
-        self.parts: dict[str, dict[int, bytes]] = {}
-        self.multipart = False
         self.lock = threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self._server.daemon_threads = True
