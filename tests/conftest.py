@@ -15,6 +15,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -111,6 +112,19 @@ def default_signals() -> Iterator[None]:
     for number, handler in before.items():
         signal.signal(number, handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that the test saves."""
+    from matplotlib.figure import Figure
+
+    saved: list[Any] = []
+    save = Figure.savefig
+    monkeypatch.setattr(
+        Figure, "savefig", lambda self, *rest, **options: (saved.append(self), save(self, *rest, **options))
+    )
+    return saved
 
 
 @pytest.fixture(scope="session")

@@ -40,11 +40,7 @@ def test_any_numbers_can_be_drawn(tmp_path, layers, value):
         assert imread(tmp_path / name).shape[1] == width
 
 
-def test_the_plots_show_the_numbers(tmp_path, monkeypatch):
-    figures = []
-    monkeypatch.setattr(
-        "matplotlib.figure.Figure.savefig", lambda self, path, **_: (figures.append(self), path.touch())
-    )
+def test_the_plots_show_the_numbers(tmp_path, figures):
     report = Calibration.load(checkpoint(tmp_path) / REPORT)
     draw_report(report, tmp_path)
     losses, (left, right) = figures[0].axes[0], figures[1].axes

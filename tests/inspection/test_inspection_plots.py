@@ -37,20 +37,10 @@ def inspection(layers: int, heads: int, size: float = 10.0, cap: float = 50.0) -
     return dataclasses.replace(known, advice=advise(known))
 
 
-def drawn(monkeypatch, tmp_path, found: Inspection) -> Figure:
-    """The figure that `heat_map` saves."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args, **options)
-    )
-    heat_map(found, tmp_path / "map.png")
-    return figures[0]
-
-
-def test_both_maps_show_the_numbers(monkeypatch, tmp_path):
+def test_both_maps_show_the_numbers(figures, tmp_path):
     found = inspection(4, 4, size=60.0)
-    left, middle, right, *_ = drawn(monkeypatch, tmp_path, found).axes
+    heat_map(found, tmp_path / "map.png")
+    left, middle, right, *_ = figures[0].axes
     for axes, field in ((left, "max_logit"), (middle, "entropy")):
         shown = torch.tensor(axes.images[0].get_array().tolist())
         expected = torch.tensor([getattr(layer, field) for layer in found.layers.values()])
@@ -100,13 +90,8 @@ def test_any_knees_can_be_drawn(tmp_path, rises, largest):
     assert (height, width) == (720, 1200)
 
 
-def test_the_plot_of_knees_has_points_lines_and_the_chosen_knee(monkeypatch, tmp_path):
+def test_the_plot_of_knees_has_points_lines_and_the_chosen_knee(figures, tmp_path):
     found = with_knees(RISES["usual"])
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args, **options)
-    )
     knee_curve(found, tmp_path / "knees.png")
     (axes,) = figures[0].axes
     limit, seen, curve, *points = axes.lines

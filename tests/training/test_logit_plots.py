@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from hf_qknorm.reports.records import LayerStatistics
@@ -36,17 +35,6 @@ def samples(count, layers, heads, size=10.0):
 SIZES = [(1, 1, 1), (12, 2, 4), (20, 20, 4), (1001, 3, 2)]
 
 
-def drawn(monkeypatch, tmp_path, found):
-    """The figure that `draw_log` saves."""
-    figures = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *args, **options: figures.append(self) or save(self, *args, **options)
-    )
-    draw_log(found, tmp_path / "map.png")
-    return figures[0]
-
-
 @pytest.mark.parametrize(
     ("shape", "size"), covering(SIZES, [0.0, 10.0, 1e300, math.inf, math.nan], strength=1), ids=str
 )
@@ -59,9 +47,10 @@ def test_any_log_can_be_drawn(tmp_path, shape, size):
     assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
 
 
-def test_curves_are_those_of_the_worst_heads(monkeypatch, tmp_path):
+def test_curves_are_those_of_the_worst_heads(figures, tmp_path):
     found = samples(12, 3, 4)
-    _, _, logits, entropies, *_ = drawn(monkeypatch, tmp_path, found).axes
+    draw_log(found, tmp_path / "map.png")
+    _, _, logits, entropies, *_ = figures[0].axes
     first = [line for line in logits.lines if not line.get_label().startswith("_")]
     assert len(first) == WORST
     layer, head, _ = max((s.worst() for s in found), key=lambda worst: worst[2])
@@ -71,12 +60,13 @@ def test_curves_are_those_of_the_worst_heads(monkeypatch, tmp_path):
     assert least == min(s.sharpest()[2] for s in found)
 
 
-def test_each_layer_has_a_curve_of_its_outputs(monkeypatch, tmp_path):
+def test_each_layer_has_a_curve_of_its_outputs(figures, tmp_path):
     found = samples(5, 3, 2)
     for i, one in enumerate(found):
         for n, name in enumerate(one.layers):
             one.layers[name] = replace(one.layers[name], rms_out=1.0 + n + i, rms_mlp=math.nan if i == 2 else 2.0 + i)
-    *_, qkv, out, mlp = drawn(monkeypatch, tmp_path, found).axes
+    draw_log(found, tmp_path / "map.png")
+    *_, qkv, out, mlp = figures[0].axes
     assert [len(axes.lines) for axes in (qkv, out, mlp)] == [3, 3, 3]
     assert [list(line.get_ydata()) for line in out.lines] == [[1.0 + n + i for i in range(5)] for n in range(3)]
     assert math.isnan(mlp.lines[0].get_ydata()[2])
