@@ -15,10 +15,10 @@ from hf_qknorm import Calibration, Scheme, calibrate, patch_model, unpatch_model
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.record import is_changed
 from qknorm_tests.covering import covering
+from qknorm_tests.distributed_run import CALIBRATIONS, calibration_batches
 from qknorm_tests.pair import run_in_turn
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import as_loaded, make_batch, randomise, sharp_model
-from qknorm_tests.tensor_parallel_run import CALIBRATIONS, calibration_batches
 
 NORMED = {"q": "rms", "k": "layer", "v": "rms", "softcap": 5.0}
 SCHEMES = {

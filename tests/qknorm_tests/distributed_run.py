@@ -83,6 +83,7 @@ def backward(model: Any, rank: int) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
+    """A tensor whose parts lie with several ranks, or that each rank has."""
     gathered: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered.detach().contiguous()
 

@@ -8,28 +8,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from hf_qknorm import calibrate
-
-CALIBRATIONS: dict[str, dict[str, Any]] = {"searched": {}, "moments": {"method": "moments", "knee": 2}}
-
-
-def calibration_batches() -> list[dict[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": torch.randint(3, 64, (2, 12), generator=generator)} for _ in range(5)]
-
-
-def whole(tensor: Any) -> torch.Tensor:
-    """A tensor whose parts lie with several ranks, or that each rank has."""
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered.detach().contiguous()
+from qknorm_tests.distributed_run import CALIBRATIONS, calibration_batches, whole
 
 
 def main(task: str, root: str) -> None:
