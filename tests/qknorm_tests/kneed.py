@@ -80,13 +80,12 @@ def logits(model: Any, kind: str = "left") -> Tensor:
     return model(**make_batch(kind, labels=False)).logits
 
 
-def wrapped(model: PreTrainedModel) -> peft.PeftModel:
-    """A model with an adapter, and with copies of its norms that differ from the originals."""
+def wrapped(model: PreTrainedModel, *, fresh: bool = False) -> peft.PeftModel:
+    """A model with an adapter, and with copies of its norms that differ from the originals unless `fresh`."""
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, init_lora_weights=False, modules_to_save=peft_modules_to_save(model))
-    adapted = peft.get_peft_model(model, config).eval()
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, modules_to_save=peft_modules_to_save(model))).eval()
     for parameter in adapted.parameters():
-        if parameter.requires_grad:
+        if parameter.requires_grad and not fresh:
             parameter.data.add_(torch.randn_like(parameter) * 0.1)
     return adapted
 

@@ -16,6 +16,7 @@ from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save, set_
 from hf_qknorm.calibration.calibrate import METHODS
 from hf_qknorm.model.attention import every_norm, patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
+from qknorm_tests.kneed import logits, wrapped
 from qknorm_tests.tables import assert_near, blend_of, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_model
 
@@ -26,25 +27,8 @@ KNEED = replace(SCHEME, knee=4.0)
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
 
-def wrapped(model: PreTrainedModel, *, fresh: bool = False, **options: Any) -> peft.PeftModel:
-    """A patched model with an adapter, and with copies of its norms that differ from the originals."""
-    torch.manual_seed(0)
-    config = peft.LoraConfig(r=4, modules_to_save=peft_modules_to_save(model), **options)
-    adapted = peft.get_peft_model(model, config).eval()
-    if not fresh:
-        for parameter in adapted.parameters():
-            if parameter.requires_grad:
-                parameter.data.add_(torch.randn_like(parameter) * 0.1)
-    return adapted
-
-
 def patched(scheme: Scheme | str = SCHEME, model_type: str = "llama", **settings: Any) -> PreTrainedModel:
     return randomise(patch_model(sharp_model(model_type, **settings), scheme)).eval()
-
-
-@torch.no_grad()
-def logits(model: Any, kind: str = "left") -> Tensor:
-    return model(**make_batch(kind, labels=False)).logits
 
 
 @pytest.mark.parametrize("preset", NAMES)
