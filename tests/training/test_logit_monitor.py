@@ -12,6 +12,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
 from hf_qknorm.training.logit_log import LogitSample, read_log
 from qknorm_tests.tables import BATCHES, assert_identical, fingerprint, make_batch, randomise, sharp_model
+from qknorm_tests.tables import step as training_step
 from qknorm_tests.tiny import tiny_model
 from qknorm_tests.watched import gradients_by_hand, hooks
 
@@ -173,12 +174,11 @@ def test_an_unpatched_model_is_sampled_and_trains_the_same(family):
     """Also with gradient checkpointing, which runs the layers again in the backward pass."""
     model, batch = sharp_model(family), make_batch("plain")
     model.gradient_checkpointing_enable()
-    model.train()
-    plain = trained_on(model, batch)
-    before = fingerprint(model)
+    plain = training_step(model, batch)
+    before = fingerprint(model.train())
     monitor = LogitMonitor(every=1)
     with monitor.watch(model, 1):
-        watched = trained_on(model, batch)
+        watched = training_step(model, batch)
     assert fingerprint(model) == before
     assert_identical(watched, plain)
     normed = family not in ("llama", "deepseek_v3")
@@ -188,15 +188,6 @@ def test_an_unpatched_model_is_sampled_and_trains_the_same(family):
         assert layer.bound is None or max(layer.max_logit) <= layer.bound
     assert ("attention/max_gain" in monitor.last.scalars()) == normed
     assert LogitSample.from_line(monitor.last.line().encode()).layers.keys() == monitor.last.layers.keys()
-
-
-def trained_on(model, batch):
-    """Loss, logits and gradients of one forward and backward pass."""
-    model.zero_grad()
-    result = model(**batch)
-    result.loss.backward()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": result.loss.detach(), "logits": result.logits.detach(), **gradients}
 
 
 def test_models_that_cannot_be_watched_are_refused(monkeypatch):

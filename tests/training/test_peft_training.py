@@ -24,7 +24,7 @@ KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "DoRA": {"use_dora": True}, "QLo
 FRESH = """
 import sys, torch
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file, save_file, save_file
+from safetensors.torch import load_file, save_file
 import hf_qknorm
 for folder in sys.argv[1:]:
     model = AutoPeftModelForCausalLM.from_pretrained(folder + "/adapter", device_map="cpu").eval()
