@@ -169,7 +169,7 @@ def test_if_all_knees_cost_too_much_the_smallest_near_the_lowest_cost_is_set(mon
 
 
 @pytest.mark.parametrize("start", [0.0, 2.0])
-def test_an_error_or_an_interrupt_restores_the_norms(start, monkeypatch):
+def test_an_error_or_an_interrupt_restores_the_norms(start):
     model = patch_model(tiny_model("llama", initializer_range=0.3), Scheme(q="rms", k="layer", knee=start))
     calibrate(model, batches(3), "moments")
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -111,7 +111,7 @@ def test_an_export_of_a_source_that_changes(change, source, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("change", ["weights", "config"])
-def test_a_push_of_a_source_that_changes(change, source, monkeypatch):
+def test_a_push_of_a_source_that_changes(change, source):
     act, name = CHANGES[change]
     calls: list[str] = []
 

@@ -203,7 +203,7 @@ def test_what_it_cannot_do_is_refused(kernel, options, message):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
-def test_masks_without_gaps_run_in_the_kernels(kernel, monkeypatch):
+def test_masks_without_gaps_run_in_the_kernels(kernel):
     """In the interpreter. The masks of a window and of padding are ranges, one with gaps is not."""
     pytest.importorskip("triton")
     module = load(kernel / "build" / "torch-cpu")

@@ -145,7 +145,7 @@ def test_a_limit_that_nothing_was_measured_by_is_named():
     assert len(limits.unmet([replace(SOUND, dtype="fp32")])) == len(everything)
 
 
-def test_the_few_cases_are_checked_by_every_limit_of_other_gpus(monkeypatch):
+def test_the_few_cases_are_checked_by_every_limit_of_other_gpus():
     for arch in limits.LIMITS.keys() - {90}:
         forward = [
             replace(SOUND, constants=SOUND.constants | dict(zip(("PADDED", "TANH", "ONLINE"), loop, strict=True)))
