@@ -8,13 +8,13 @@ i + S - T.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.types import Heads, Norm, Rotary
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 
 class Attended(NamedTuple):
@@ -129,6 +129,21 @@ def visible(
     return seen
 
 
+def in_ranges(ranges: Tensor, keys: int) -> Tensor:
+    """Whether each query sees each key by its range, `[B or 1, 1, T, S]`."""
+    start, stop = ranges[:, None, :, :, None].unbind(-2)
+    key = torch.arange(keys, device=ranges.device)
+    return (key >= start) & (key < stop)
+
+
+def attend(heads: Heads, visible: Visible, options: Options, dropout_mask: Tensor | None = None) -> Attended:
+    """`attention` of a call, after the norms and rotation of its heads; the mask takes the place of rate and seed."""
+    q, k = norm_rope(heads)
+    (ranges, sinks, _, mask), (scale, softcap, causal, window, _) = visible, options
+    rules: dict[str, Any] = {"scale": scale, "softcap": softcap, "causal": causal, "window": window}
+    return attention(q, k, heads.v, **rules, mask=mask, ranges=ranges, sinks=sinks, dropout_mask=dropout_mask)
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -166,9 +181,7 @@ def attention(
         logits = logits + mask
         seen = seen & (mask > torch.finfo(mask.dtype).min)  # transformers masks additively with finfo.min
     if ranges is not None:
-        start, stop = ranges[:, None, :, :, None].unbind(-2)
-        key = torch.arange(k.shape[2], device=q.device)
-        seen = seen & (key >= start) & (key < stop)
+        seen = seen & in_ranges(ranges, k.shape[2])
     logits = logits.masked_fill(~seen, -math.inf)
     empty = ~seen.any(-1, keepdim=True)
     if sinks is not None:

@@ -66,8 +66,8 @@ def test_logits_that_overflow(dtype: torch.dtype, softcap: float | None, sign: f
     """A cap bounds them. Without a cap the row is NaN, and not zero as a row without keys."""
     q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16, dtype=dtype))
     q, k = torch.full_like(q, 1e30), torch.full_like(k, sign * 1e30)
-    out = library.attention(*call(q, k, v, softcap=softcap, causal=True))
-    exact = reference.attention(q, k, v, softcap=softcap, causal=True).out
+    given = call(q, k, v, softcap=softcap, causal=True)
+    out, exact = library.attention(*given), reference.attend(*given).out
     torch.testing.assert_close(out, exact, equal_nan=True)
     assert bool(out.isnan().all()) == (softcap is None)
 
@@ -94,11 +94,10 @@ RULES = [
 def test_empty_inputs_give_zeros(case: Case, rules: dict) -> None:
     case = replace(case, **rules)
     inputs = draw_inputs(case, torch.float64)
-    arguments = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
-    arguments |= {"mask": inputs.mask, "ranges": inputs.ranges, "sinks": inputs.sinks}
+    given = inputs.heads, inputs.visible, case.options
     leaves = [x for x in (inputs.q, inputs.k, inputs.v, inputs.sinks) if x is not None]
-    exact = reference.attention(inputs.q, inputs.k, inputs.v, **arguments)
-    for out in (exact.out, library.attention(*call(inputs.q, inputs.k, inputs.v, **arguments))):
+    exact = reference.attend(*given)
+    for out in (exact.out, library.attention(*given)):
         assert out.shape == inputs.q.shape
         assert not out.any()
         for leaf, grad in zip(leaves, torch.autograd.grad(out, leaves, torch.ones_like(out)), strict=True):
@@ -107,7 +106,7 @@ def test_empty_inputs_give_zeros(case: Case, rules: dict) -> None:
     assert not exact.max_logit.any()
     assert not exact.entropy.any()
     with torch.no_grad():
-        found = tiled.head_statistics(inputs.heads, inputs.visible, case.options)
+        found = tiled.head_statistics(*given)
     assert not any(x.any() for x in found)
 
 

@@ -40,18 +40,7 @@ def drawn(case: Case, dtype: torch.dtype) -> tuple[Heads, Visible, Options]:
 
 def attended(heads: Heads, visible: Visible, options: Options, dtype: torch.dtype) -> Tensor:
     """The specification's output, computed in `dtype`."""
-    q, k, v = (x.to(dtype) for x in heads[:3])
-    return reference.attention(
-        q,
-        k,
-        v,
-        scale=options.scale,
-        softcap=options.softcap,
-        causal=options.causal,
-        window=options.window,
-        ranges=visible.ranges,
-        sinks=visible.sinks,
-    ).out
+    return reference.attend(Heads(*(x.to(dtype) for x in heads[:3])), visible, options).out
 
 
 def check(case: Case, dtype: torch.dtype) -> None:
@@ -93,8 +82,7 @@ def test_the_blocks_are_those_that_any_query_and_all_queries_see(case: Case) -> 
     mask = flex.block_mask(*flex.spans(heads, visible, options), keys)
     seen = reference.visible(queries, keys, options.causal, options.window)[None]
     if visible.ranges is not None:
-        start, stop = visible.ranges[..., None].unbind(-2)
-        seen = seen & (torch.arange(keys) >= start) & (torch.arange(keys) < stop)
+        seen = seen & reference.in_ranges(visible.ranges, keys)[:, 0]
     rows, cols = -(-queries // size), -(-keys // size)
     some, whole = torch.zeros(len(seen), rows, cols), torch.zeros(len(seen), rows, cols)
     for row in range(rows):

@@ -96,21 +96,18 @@ def test_autograd_is_the_oracles(laid_out: bool, options: dict) -> None:
 
 
 def both(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
-    return library.attention(*call(q, k, v, **options)), reference.attention(q, k, v, **options).out
+    given = call(q, k, v, **options)
+    return library.attention(*given), reference.attend(*given).out
 
 
 def dropped(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Tensor]:
     """Output with dropout, and the oracle's with the mask that the same generator state gives."""
-    options = dict(options)
+    heads, visible, settings = call(q, k, v, **options)
     torch.manual_seed(5)
-    out = library.attention(*call(q, k, v, **options))
+    out = library.attention(heads, visible, settings)
     torch.manual_seed(5)
-    seed = torch.randint(torch.iinfo(torch.int64).max, (1,))
-    rate, scale = options.pop("dropout"), options.get("scale", q.shape[-1] ** -0.5)
-    settings = Options(scale, options.get("softcap"), options.get("causal", False), options.get("window"), rate)
-    visible = Visible(options.get("ranges"), seed=seed, mask=options.get("mask"))
-    kept = dropout_mask(Heads(q, k, v), visible, settings)
-    return out, reference.attention(q, k, v, **options, dropout_mask=kept).out
+    visible = visible._replace(seed=torch.randint(torch.iinfo(torch.int64).max, (1,)))
+    return out, reference.attend(heads, visible, settings, dropout_mask(heads, visible, settings)).out
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, F64], ids=str)

@@ -50,17 +50,7 @@ def test_statistics_are_the_oracles(case: Case) -> None:
     visible = inputs.visible._replace(sinks=sinks)
     cap = 4.0 * case.spread**2
     got = tiled.head_statistics(Heads(q, k, v), visible, case.options, cap)
-    expected = reference.attention(
-        q,
-        k,
-        v,
-        softcap=case.softcap,
-        causal=case.causal,
-        window=case.window,
-        mask=inputs.mask,
-        ranges=inputs.ranges,
-        sinks=sinks,
-    )
+    expected = reference.attend(Heads(q, k, v), visible, case.options)
     torch.testing.assert_close(got.max_logit, expected.max_logit, rtol=1e-12, atol=0)
     torch.testing.assert_close(got.entropy, expected.entropy, rtol=1e-10, atol=1e-12)
     seen = expected.weights > 0

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import kernels
+from hf_qknorm.ops.types import Heads
 from qknorm_tests.tiled_cases import Case, Inputs, named
 
 WORD = (1 << 32) - 1
@@ -30,11 +31,11 @@ def linear_memory_terms(case: Case, inputs: Inputs, dropout_mask: Tensor | None)
     wide, group = inputs.to(torch.float32), case.heads // case.heads_kv
     grad, v = wide.grad, wide.v.detach().repeat_interleave(group, 1)
     kept = torch.ones(()) if dropout_mask is None else dropout_mask.float()
-    given = {"softcap": case.softcap, "causal": case.causal, "window": case.window, "ranges": inputs.ranges}
     with torch.no_grad():
         sinks = None if wide.sinks is None else wide.sinks.double()
-        exact = reference.attention(*(x.double() for x in wide.heads[:3]), **given, sinks=sinks).weights
-        found = reference.attention(*wide.heads[:3], **given, sinks=wide.sinks, dropout_mask=kept)
+        double = Heads(*(x.double() for x in wide.heads[:3]))
+        exact = reference.attend(double, wide.visible._replace(sinks=sinks), case.options).weights
+        found = reference.attend(wide.heads, wide.visible, case.options, kept)
         delta = (grad * found.out.to(inputs.q.dtype)).sum(-1, keepdim=True)
         dlogits = found.weights * ((grad @ v.mT) * kept - delta)
         dv = ((found.weights * kept).mT @ grad).unflatten(1, (-1, group)).sum(2)

@@ -51,27 +51,14 @@ class Problem(NamedTuple):
 
     def attended(self, leaves: dict[str, Tensor], dropout_mask: Tensor | None = None) -> reference.Attended:
         """The oracle's attention for the leaves, in their dtype."""
-        q, k = (
-            reference.norm_rope_one(
-                leaves[x], norm._replace(gain=leaves.get(f"{x}_gain"), bias=leaves.get(f"{x}_bias")), rotary
-            )
-            for x, norm, rotary in (
-                ("q", self.heads.q_norm, self.heads.rotary),
-                ("k", self.heads.k_norm, self.heads.rotary),
-            )
+        q, k, v = (leaves[name] for name in "qkv")
+        norms = (
+            norm._replace(gain=leaves.get(f"{x}_gain"), bias=leaves.get(f"{x}_bias"))
+            for x, norm in (("q", self.heads.q_norm), ("k", self.heads.k_norm))
         )
-        return reference.attention(
-            q,
-            k,
-            leaves["v"],
-            scale=self.options.scale,
-            softcap=self.options.softcap,
-            causal=self.options.causal,
-            window=self.options.window,
-            ranges=self.visible.ranges,
-            sinks=leaves.get("sinks"),
-            dropout_mask=None if dropout_mask is None else dropout_mask.to(q.dtype),
-        )
+        visible = self.visible._replace(sinks=leaves.get("sinks"))
+        mask = None if dropout_mask is None else dropout_mask.to(q.dtype)
+        return reference.attend(Heads(q, k, v, *norms, self.heads.rotary), visible, self.options, mask)
 
     def check(self, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:
         """Assert that output and every gradient are within the budget; returns the kernels' results."""

@@ -179,20 +179,10 @@ def oracle_terms(case: Case, inputs: Inputs, dropout_mask: Tensor | None = None)
         precision = torch.promote_types(inputs.sinks.dtype, torch.float32)
         shape = (case.batch, case.queries, case.heads)
         sinks = inputs.sinks.detach().to(precision).expand(shape).requires_grad_()
-    result = reference.attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        softcap=case.softcap,
-        causal=case.causal,
-        window=case.window,
-        mask=inputs.mask,
-        ranges=inputs.ranges,
-        sinks=None if sinks is None else sinks.transpose(1, 2),
-        dropout_mask=dropout_mask,
-    )
+    visible = inputs.visible._replace(sinks=None if sinks is None else sinks.transpose(1, 2))
+    out = reference.attend(inputs.heads, visible, case.options, dropout_mask).out
     wanted = [x for x in (inputs.q, inputs.k, inputs.v, sinks) if x is not None]
-    return named(result.out.detach(), *torch.autograd.grad(result.out, wanted, inputs.grad))
+    return named(out.detach(), *torch.autograd.grad(out, wanted, inputs.grad))
 
 
 def named(out: Tensor, *grads: Tensor | None) -> dict[str, Tensor]:

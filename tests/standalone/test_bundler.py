@@ -41,7 +41,7 @@ def test_bundled_code_computes_the_same_as_the_package(run):
 def test_it_bundles_only_needed_definitions():
     tree = ast.parse(Bundle((("hf_qknorm.ops.reference", "attention"),)).text())
     defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    assert defined == ["Attended", "visible", "attention"]
+    assert defined == ["Attended", "visible", "in_ranges", "attention"]
 
 
 def test_definitions_of_equal_names_get_their_modules_names(run):

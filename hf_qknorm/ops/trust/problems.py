@@ -34,14 +34,10 @@ class Problem(NamedTuple):
 
     @property
     def seen(self) -> Tensor:
-        """Whether each query sees each key, `[B or 1, T, S]`."""
+        """Whether each query sees each key, `[B or 1, 1, T, S]`."""
         queries, keys, device = self.heads.q.shape[2], self.heads.k.shape[2], self.heads.q.device
-        seen = reference.visible(queries, keys, self.options.causal, self.options.window, device)[None]
-        if self.visible.ranges is None:
-            return seen
-        start, stop = self.visible.ranges[..., None].unbind(-2)
-        key = torch.arange(keys, device=device)
-        return seen & (key >= start) & (key < stop)
+        seen = reference.visible(queries, keys, self.options.causal, self.options.window, device)[None, None]
+        return seen if self.visible.ranges is None else seen & reference.in_ranges(self.visible.ranges, keys)
 
 
 def problems(path: CodePath, device: torch.device) -> list[Problem]:

@@ -80,7 +80,7 @@ def compare(problem: Problem) -> list[Finding]:
 def _rate_of_dropout(problem: Problem) -> Finding:
     """The share of visible weights that are dropped."""
     assert problem.dropout_mask is not None
-    rate, seen = problem.options.dropout, problem.seen[:, None].expand_as(problem.dropout_mask)
+    rate, seen = problem.options.dropout, problem.seen.expand_as(problem.dropout_mask)
     dropped = float((problem.dropout_mask[seen] == 0).double().mean())
     return Finding(
         "rate of dropout", Verdict(abs(dropped - rate), SIGMAS * (rate * (1 - rate) / int(seen.sum())) ** 0.5)
@@ -131,25 +131,15 @@ def _evaluate(compute: Compute, problem: Problem, leaves: Results) -> Results:
 
 def _attended(problem: Problem) -> reference.Attended:
     """The specification's attention; sinks `[B, T, H]` are one for each query."""
-    q, k = reference.norm_rope(problem.heads)
-    sinks, mask = problem.visible.sinks, problem.dropout_mask
-    return reference.attention(
-        q,
-        k,
-        problem.heads.v,
-        scale=problem.options.scale,
-        softcap=problem.options.softcap,
-        causal=problem.options.causal,
-        window=problem.options.window,
-        ranges=problem.visible.ranges,
-        sinks=None if sinks is None else sinks.transpose(1, 2),
-        dropout_mask=None if mask is None else mask.to(q.dtype),
-    )
+    _, heads, visible, options, mask = problem
+    if visible.sinks is not None:
+        visible = visible._replace(sinks=visible.sinks.transpose(1, 2))
+    return reference.attend(heads, visible, options, None if mask is None else mask.to(heads.q.dtype))
 
 
 def _statistics(problem: Problem) -> Results:
     largest, entropy = library.fused_statistics(*problem[1:4])
-    rows = problem.seen.any(-1)[:, None].expand_as(entropy)
+    rows = problem.seen.any(-1).expand_as(entropy)
     entropy = entropy.where(rows, 0.0).sum((0, 2)) / rows.sum((0, 2)).clamp_min(1)
     return {"largest logit": largest.where(rows, 0.0).amax((0, 2)), "entropy": entropy}
 

@@ -26,17 +26,11 @@ CASES = [x for x in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) i
 def test_statistics_are_the_oracles(case: Case) -> None:
     dtype = (torch.float32, torch.bfloat16, torch.float16)[CASES.index(case) % 3]
     inputs = draw_inputs(case, dtype)
-    exact, eager = (
-        reference.attention(
-            *(x.detach().to(wide) for x in inputs.heads[:3]),
-            softcap=case.softcap,
-            causal=case.causal,
-            window=case.window,
-            ranges=inputs.ranges,
-            sinks=None if inputs.sinks is None else inputs.sinks.detach().to(wide),
+    with torch.no_grad():
+        exact, eager = (
+            reference.attend(wide.heads, wide.visible, case.options)
+            for wide in map(inputs.to, (torch.float64, torch.float32))
         )
-        for wide in (torch.float64, torch.float32)
-    )
     cap = 4.0 * case.spread**2
     got = attention.head_statistics(inputs.heads, inputs.visible, case.options, cap)
     if exact.max_logit.any():

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention_decode
 from hf_qknorm.ops.triton.launch import LOG2E
-from hf_qknorm.ops.types import Options, Visible
+from hf_qknorm.ops.types import Heads, Options, Visible
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.random_qkv import make_qkv
 
@@ -126,19 +126,14 @@ def draw(case: Case, seed: int = 0) -> Call:
 def plain(call: Call, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The oracle's output, and log2-sum-exp2 `[B, H, T]`, computed in `dtype`."""
     q, k, v = (x.to(dtype) for x in call[:3])
-    ranges, sinks = call.visible.ranges, call.visible.sinks
-    causal = case.causal and ranges is None
-    window = None if ranges is not None else case.window
-    out = reference.attention(
-        q, k, v, softcap=case.softcap, causal=causal, window=window, ranges=ranges, sinks=sinks
-    ).out
+    ranges, sinks, *_ = call.visible
+    out = reference.attend(Heads(q, k, v), call.visible, case.options).out
     logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * case.head_dim**-0.5
     if case.softcap is not None:
         logits = case.softcap * torch.tanh(logits / case.softcap)
-    seen = reference.visible(case.queries, case.keys, causal, window, DEVICE)
+    seen = reference.visible(case.queries, case.keys, case.options.causal, case.options.window, DEVICE)
     if ranges is not None:
-        place = torch.arange(case.keys, device=DEVICE)
-        seen = ((place >= ranges[..., :1]) & (place < ranges[..., 1:]))[:, None]
+        seen = reference.in_ranges(ranges, case.keys)
     logits = logits.masked_fill(~seen, -math.inf)
     if sinks is not None:
         sink = sinks.to(dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention_decode, norm_rope
-from hf_qknorm.ops.types import Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.random_qkv import make_qkv
 
@@ -101,9 +101,8 @@ class Tokens(NamedTuple):
             return x * cos + torch.cat([-right, left], -1) * sin
 
         q, k = (ready(x, norm) for x, norm in zip((self.q, self.k), self.norms, strict=True))
-        return reference.attention(
-            q, k, self.v.to(dtype), softcap=steps.softcap, ranges=steps.ranges, sinks=self.sinks
-        ).out
+        visible, options = Visible(steps.ranges, self.sinks), Options(steps.head_dim**-0.5, steps.softcap)
+        return reference.attend(Heads(q, k, self.v.to(dtype)), visible, options).out
 
 
 def generate(steps: Steps, tokens: Tokens) -> Tensor:
