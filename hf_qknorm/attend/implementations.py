@@ -122,16 +122,6 @@ def norm_rope_one(module: nn.Module, x: Tensor, norm: Norm, rotary: Rotary | Non
     return (library if trusted else reference).norm_rope_one(x, norm, rotary)
 
 
-def norm_rope_into(module: nn.Module, heads: Heads, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """`norm_rope` that writes the new keys and values to a static cache, and returns the queries."""
-    if _trusted(module, heads, "norm_rope_into"):
-        return library.norm_rope_into(heads, keys, values, positions)
-    q, k = reference.norm_rope(heads)
-    keys.index_copy_(2, positions, k)
-    values.index_copy_(2, positions, heads.v)
-    return q
-
-
 def step(module: nn.Module, call: Call, heads: Heads, filled: Tensor | None) -> Tensor:
     """`library.fused_step` if it passed its self-check, else norm and rotation, and attention by `run`.
 
@@ -145,7 +135,9 @@ def step(module: nn.Module, call: Call, heads: Heads, filled: Tensor | None) -> 
         return library.fused_step(heads, LayerCache(keys, values, filled), visible, options)
     count = heads.q.shape[2]
     start = keys.shape[2] - count if filled is None else filled
-    q = norm_rope_into(module, heads, keys, values, start + torch.arange(count, device=keys.device))
+    q, k = norm_rope(module, heads)
+    for x, new in ((keys, k), (values, heads.v)):
+        x.index_copy_(2, start + torch.arange(count, device=x.device), new)
     if filled is not None:
         filled.add_(count)
     return run(Call(Heads(q, keys, values), visible, options))

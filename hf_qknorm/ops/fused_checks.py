@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,16 +112,7 @@ def check_head_gradients(q: Tensor, k: Tensor | None, dq: Tensor, dk: Tensor) ->
     _check_tensors(q, floating=True, dq=dq, dk=None if k is None else dk)
 
 
-def check_written(k: Tensor, positions: Tensor) -> None:
-    """Raise ValueError unless these can be the positions of new keys in a cache."""
-    if positions.shape != k.shape[2:3]:
-        raise ValueError(f"expected positions [{k.shape[2]}], got {list(positions.shape)}")
-    if positions.dtype != torch.int64:
-        raise ValueError(f"positions must be int64, got {positions.dtype}")
-    _check_tensors(k, floating=False, positions=positions)
-
-
-def check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
+def _check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
     """Raise ValueError unless new keys and values can be written to this cache."""
     room = keys.shape[2] if keys.dim() == 4 else 0
     wanted = (*k.shape[:2], room, k.shape[3])
@@ -147,7 +139,7 @@ def check_step(heads: Heads, visible: Visible, options: Options, cache: LayerCac
     q, k, v, q_norm, k_norm, rotary = heads
     keys, values, filled = cache
     check_norm_rope(q, k, q_norm, k_norm, rotary)
-    check_cache(k, v, keys, values)
+    _check_cache(k, v, keys, values)
     if filled is not None and (filled.dtype != torch.int64 or filled.numel() != 1):
         raise ValueError(f"filled must be one number in torch.int64, got {list(filled.shape)} in {filled.dtype}")
     if keys.shape[2] < q.shape[2]:
@@ -158,10 +150,15 @@ def check_step(heads: Heads, visible: Visible, options: Options, cache: LayerCac
     check_attention(Heads(q, keys, values), visible, options)
 
 
-def check_positions(positions: Tensor, room: int) -> None:
-    """Raise IndexError for positions on the CPU outside of a cache of `room` keys; on a GPU the kernel asserts it."""
-    if positions.device.type == "cpu" and not bool(((positions >= 0) & (positions < room)).all()):
-        raise IndexError(f"positions {positions.tolist()} are outside of a cache with room for {room} keys")
+def check_room(values: dict[str, Any]) -> None:
+    """Raise IndexError for a static cache on the CPU without room for a step; on a GPU the kernel asserts it."""
+    filled, keys, q = values["filled"], values["keys"], values["q"]
+    if filled is None or filled.device.type != "cpu" or not keys.dim() == q.dim() == 4:  # refused for their shape
+        return
+    room = keys.shape[2] - q.shape[2]
+    if not bool(((filled >= 0) & (filled <= room)).all()):
+        got = f"{filled.tolist()} of its {keys.shape[2]} keys are filled"
+        raise IndexError(f"a cache needs room for {q.shape[2]} tokens behind its keys: {got}")
 
 
 def _check_kernel_heads(heads: Heads) -> None:

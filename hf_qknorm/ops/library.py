@@ -7,7 +7,7 @@ raise ValueError, with the reason, for heads that the kernels do not take: see `
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 
 from hf_qknorm.ops import operators
 from hf_qknorm.ops.fused_checks import why_not_fused as why_not_fused
-from hf_qknorm.ops.registration import Operator, Values, flatten, flatten_norms
+from hf_qknorm.ops.registration import flatten, flatten_norms
 from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 
 
@@ -71,40 +71,21 @@ def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     return operators.NORM_ROPE_HEADS({"q": x, "k": None, **flatten_norms(norm, Norm(), rotary)})[0]
 
 
-def norm_rope_into(heads: Heads, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """`norm_rope` that writes the new keys and values to a static cache in the same launch; returns the queries.
-
-    keys, values `[B, Hk, S, D]` are changed in place at `positions` `[T]` (int64) of their third axis. No gradient.
-
-    Raises ValueError for tensors that require gradients and for a cache that does not fit, IndexError for positions
-    outside of the cache. On a GPU an assertion in the kernel reports these, later. Nothing outside of the cache is
-    written.
-    """
-    cache = {"v": heads.v, "keys": keys, "values": values, "positions": positions}
-    return _call_without_gradient(
-        operators.NORM_ROPE_INTO, {"q": heads.q, "k": heads.k, **cache, **flatten_norms(*heads[3:])}
-    )
-
-
 def fused_step(heads: Heads, cache: LayerCache, visible: Visible, options: Options) -> Tensor:
-    """`norm_rope_into` and `fused_attention` over the cache, in two launches where T is small: a step of generation.
+    """`norm_rope` and `fused_attention` over a cache, in two launches where T is small: a step of generation.
 
     The new keys and values are written behind the `filled` ones, and T is added to `filled`, all in place; without
-    `filled` they are written to the last T rows. No gradient, and no dropout. Raises ValueError for tensors that
-    require gradients, and IndexError for a static cache without room, which on a GPU an assertion in the kernel
-    reports, later.
+    `filled` they are written to the last T rows. No gradient, and no dropout. Raises ValueError if a tensor, such as a
+    gain, requires a gradient, and for a cache that does not fit, and IndexError for a static cache without room, which
+    on a GPU an assertion in the kernel reports, later. Nothing outside of the cache is written.
     """
-    return _call_without_gradient(operators.FUSED_STEP, flatten(heads, visible, options) | cache._asdict())
-
-
-def _call_without_gradient(operator: Operator, values: Values) -> Any:
-    """Call an operator that writes to a cache. Raises ValueError if a tensor, such as a gain, requires a gradient."""
+    values = flatten(heads, visible, options) | cache._asdict()
     if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in values.values()):
         raise ValueError("writing to a cache has no gradient: call it under torch.no_grad(), or use norm_rope")
-    results = operator(values)
+    out = operators.FUSED_STEP(values)
     if not torch.compiler.is_compiling():  # kernels write by address: a graph over the cache's tensors is stale now
-        increment_version([x for x in map(values.get, LayerCache._fields) if x is not None])
-    return results
+        increment_version([x for x in cache if x is not None])
+    return out
 
 
 def with_seed(visible: Visible, options: Options, device: torch.device) -> Visible:

@@ -20,7 +20,6 @@ from hf_qknorm.ops.registration import (
     VISIBLE,
     Form,
     Operator,
-    Values,
     call_of,
 )
 from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible, laid_out
@@ -28,7 +27,6 @@ from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visibl
 Results = Sequence[Tensor | None]
 PARAMETERS = ("q_gain", "q_bias", "k_gain", "k_bias")  # of the norms
 QUERIES_KEYS = {"q": "Tensor", "k": "Tensor?"}
-CACHE = {"v": "Tensor", "keys": "Tensor(a!)", "values": "Tensor(b!)", "positions": "Tensor"}
 LAYER_CACHE = {"keys": "Tensor(a!)", "values": "Tensor(b!)", "filled": "Tensor(c!)?"}
 AS_STEP = Form(
     AS_CALL.fields | LAYER_CACHE.keys(),
@@ -50,14 +48,6 @@ def _check_norms(
         fused_checks.check_head_gradients(q, k, **gradients)
 
 
-def _check_norms_into(
-    q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor, **cache: Tensor
-) -> None:
-    fused_checks.check_norm_rope(q, k, q_norm, k_norm, rotary)
-    fused_checks.check_cache(k, cache["v"], cache["keys"], cache["values"])
-    fused_checks.check_written(k, cache["positions"])
-
-
 ATTENTION = Operator("attention", HEADS | VISIBLE | OPTIONS, "(Tensor, Tensor)", AS_CALL, check_call)
 ATTENTION_BACKWARD = ATTENTION.derivative(("grad",), ("out", "lse"), (*HEADS, "sinks"))
 FUSED_FIELDS = {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS, "statistics": "bool"}
@@ -66,8 +56,6 @@ FUSED_ATTENTION = Operator("fused_attention", FUSED_FIELDS, FOUR, AS_CALL, _chec
 FUSED_ATTENTION_BACKWARD = FUSED_ATTENTION.derivative(("grad",), ("out", "normaliser"), (*HEADS, *PARAMETERS, "sinks"))
 NORM_ROPE_HEADS = Operator("norm_rope", QUERIES_KEYS | NORM_ROPE, "(Tensor, Tensor)", AS_NORMS, _check_norms)
 NORM_ROPE_BACKWARD = NORM_ROPE_HEADS.derivative(("dq", "dk"), (), (*QUERIES_KEYS, *PARAMETERS))
-INTO_FIELDS = {**QUERIES_KEYS, **CACHE, **NORM_ROPE}
-NORM_ROPE_INTO = Operator("norm_rope_into", INTO_FIELDS, "Tensor", AS_NORMS, _check_norms_into)
 STEP_FIELDS = HEADS | LAYER_CACHE | NORM_ROPE | VISIBLE | OPTIONS
 FUSED_STEP = Operator("fused_step", STEP_FIELDS, "Tensor", AS_STEP, fused_checks.check_step)
 
@@ -147,19 +135,6 @@ def fake_head_gradients(q_norm: Norm, k_norm: Norm, *_: Any, q: Tensor, k: Tenso
 NORM_ROPE_BACKWARD.fake(fake_head_gradients)
 
 
-@NORM_ROPE_INTO.implement
-def _(q_norm: Norm, k_norm: Norm, rotary: Rotary | None, *, q: Tensor, k: Tensor, **cache: Tensor) -> Tensor:
-    from hf_qknorm.ops.triton import norm_rope
-
-    into = norm_rope.Cache(cache["keys"], cache["values"], cache["v"], cache["positions"].contiguous())
-    return norm_rope.forward(q, k, q_norm, k_norm, rotary, cache=into).q
-
-
-@NORM_ROPE_INTO.fake
-def _(*norms: Any, q: Tensor, **others: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 @FUSED_STEP.implement
 def _(heads: Heads, visible: Visible, options: Options, cache: LayerCache) -> Tensor:
     from hf_qknorm.ops.triton import decode_step
@@ -172,19 +147,7 @@ def _(heads: Heads, *_: Any) -> Tensor:
     return laid_out(heads.q)
 
 
-def _check_written(values: Values) -> None:
-    positions, keys = values["positions"], values["keys"]
-    if keys.dim() == 4:  # others are refused for their shape
-        fused_checks.check_positions(positions, keys.shape[2])
-
-
-def _check_room(values: Values) -> None:
-    filled, keys, q = values["filled"], values["keys"], values["q"]
-    if filled is not None and keys.dim() == q.dim() == 4:
-        fused_checks.check_positions(filled, keys.shape[2] - q.shape[2] + 1)
-
-
-NORM_ROPE_INTO.check_numbers, FUSED_STEP.check_numbers = _check_written, _check_room
+FUSED_STEP.check_numbers = fused_checks.check_room
 
 
 @cache

@@ -11,7 +11,8 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.types import Heads, Norm, Rotary
+from hf_qknorm.ops.triton import norm_rope
+from hf_qknorm.ops.types import Norm, Rotary
 from qknorm_tests import interpreter
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.operator_calls import call
@@ -130,9 +131,9 @@ def test_new_keys_reach_the_end_of_a_large_cache() -> None:
     positions = torch.arange(SCALE.keys - count, SCALE.keys, device=DEVICE)
     knee = Norm("layer", eps=torch.tensor(4.0, device=DEVICE))
     norms = (Norm("rms"), knee, rotation(SCALE.keys, slice(-count, None)))
-    got = library.norm_rope_into(Heads(q, k, v, *norms), keys, values, positions)
-    expected = library.norm_rope(Heads(q, k, v, *norms))
-    for x, wanted in ((got, expected[0]), (keys[:, :, -count:], expected[1]), (values[:, :, -count:], v)):
+    got = norm_rope.forward(q, k, *norms, cache=norm_rope.Cache(keys, values, v, positions))
+    expected = norm_rope.forward(q, k, *norms)
+    for x, wanted in ((got.q, expected[0]), (keys[:, :, -count:], expected[1]), (values[:, :, -count:], v)):
         assert torch.equal(x, wanted)
     assert not any(x[:, :, :-count].any() for x in (keys, values))
 

@@ -15,7 +15,6 @@ OperatorName = Literal[
     "statistics",
     "norm_rope",
     "norm_rope_one",
-    "norm_rope_into",
     "step",
     "append",
     "flex",
@@ -28,7 +27,7 @@ SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `laun
 # Rows are the queries of a key head's query heads. With fewer of them, over a cache, the keys may be split.
 FEW_ROWS: Final = 1024  # `attention_decode.MOST_QUERIES`
 MANY_KEYS: Final = 256  # `attention_decode.LEAST_KEYS`
-NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "norm_rope_into", "cpu_norm_rope")
+NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "cpu_norm_rope")
 STEPS: Final = ("step", "append")  # over a static cache, or behind the keys of a dynamic one
 CPU_OPERATORS: Final = ("cpu", "cpu_statistics", "cpu_norm_rope")
 NO_ENDS: Final = (None, None, None)  # neither norms nor a rotation

@@ -148,13 +148,6 @@ def _by_head(found: reference.Attended | HeadStatistics) -> Results:
     return {"largest logit": found.max_logit, "entropy": found.entropy}
 
 
-def _norm_rope_into(problem: Problem) -> Results:
-    k, v = problem.heads[1:3]
-    keys, values, positions = torch.zeros_like(k), torch.zeros_like(v), torch.arange(k.shape[2], device=k.device)
-    queries = library.norm_rope_into(problem.heads, keys, values, positions)
-    return {"queries": queries, "keys": keys, "values": values}
-
-
 def _step(problem: Problem) -> Results:
     """The last keys and values belong to the new tokens, the others lie in the cache."""
     q, k, v = problem.heads[:3]
@@ -204,10 +197,6 @@ OPERATORS: Final[dict[str, tuple[Compute, Compute]]] = {
     "cpu_norm_rope": (_norm_rope_one(cpu_norm_rope), _norm_rope_one(reference)),
     "norm_rope": (_norm_rope(library), _norm_rope(reference)),
     "norm_rope_one": (_norm_rope_one(library), _norm_rope_one(reference)),
-    "norm_rope_into": (
-        _norm_rope_into,
-        lambda problem: _norm_rope(reference)(problem) | {"values": problem.heads.v},
-    ),
     "step": (_step, _step_oracle),
     "append": (_step, _step_oracle),
 }

@@ -185,12 +185,6 @@ def _norm_rope_backward(seed: int) -> Values:
     return values | {"dq": torch.ones_like(values["q"]), "dk": torch.ones_like(values["k"])}
 
 
-def _into(seed: int) -> Values:
-    draw = _Draw(seed, fused=True)
-    heads, cache = draw.queries_keys_values(draw.queries), draw.cache(draw.queries + 4)
-    return heads | cache | draw.norms() | {"positions": torch.arange(draw.queries) + 2}
-
-
 def _step(seed: int) -> Values:
     draw = _Draw(seed, fused=True)
     heads, room = draw.queries_keys_values(draw.queries), draw.queries + 4
@@ -212,7 +206,6 @@ FUSED = {
     "fused_attention_backward": operators.FUSED_ATTENTION_BACKWARD,
     "norm_rope": operators.NORM_ROPE_HEADS,
     "norm_rope_backward": operators.NORM_ROPE_BACKWARD,
-    "norm_rope_into": operators.NORM_ROPE_INTO,
     "fused_step": operators.FUSED_STEP,
 }
 DRAWS = {
@@ -222,7 +215,7 @@ DRAWS = {
     },
     "triton": {
         "fused_attention": _fused, "fused_attention_backward": _fused_backward, "norm_rope": _norm_rope,
-        "norm_rope_backward": _norm_rope_backward, "norm_rope_into": _into, "fused_step": _step,
+        "norm_rope_backward": _norm_rope_backward, "fused_step": _step,
     },
 }  # fmt: skip
 

@@ -97,10 +97,6 @@ def _some(sizes: Sizes, values: Values) -> bool:
     return sizes["B"] * sizes["T"] > 0
 
 
-def _positions_fit(sizes: Sizes, values: Values) -> bool:
-    return all(0 <= x < sizes["S"] for x in values["positions"].tolist())
-
-
 def _filled_fits(sizes: Sizes, values: Values) -> bool:
     return 0 <= int(values["filled"]) <= sizes["S"] - sizes["T"]
 
@@ -154,12 +150,6 @@ CACHE: Final[Table] = {
     "keys": Line("B Hk S D", OF_Q, "rows"),
     "values": Line("B Hk S D", OF_Q, "rows"),
 }
-INTO: Final[Table] = (
-    {"q": FUSED_Q, "k": NEW_KEYS}
-    | CACHE
-    | FUSED_NORMS
-    | {"positions": Line("T", "int64", limits=(("each from 0 to S - 1", _positions_fit),))}
-)
 STEP: Final[Table] = (
     {"q": FUSED_Q, "k": NEW_KEYS}
     | CACHE
@@ -200,6 +190,5 @@ TRITON: Final[dict[str, Table]] = {
     "fused_attention_backward": FUSED_BACKWARD,
     "norm_rope": NORM_ROPE,
     "norm_rope_backward": NORM_ROPE_BACKWARD,
-    "norm_rope_into": INTO,
     "fused_step": STEP,
 }

@@ -54,11 +54,13 @@ class Step(NamedTuple):
         return self._replace(cache=cache, visible=Visible(), options=self.options._replace(causal=True, window=500))
 
     def in_two(self) -> dict[str, Tensor]:
-        """The same by two operators."""
+        """The same by two operators, and copies between them."""
         heads, (keys, values, filled), visible, options = self
         count = heads.q.shape[2]
         start = keys.shape[2] - count if filled is None else filled
-        q = library.norm_rope_into(heads, keys, values, start + torch.arange(count, device=DEVICE))
+        q, k = library.norm_rope(heads)
+        for x, new in ((keys, k), (values, heads.v)):
+            x.index_copy_(2, start + torch.arange(count, device=DEVICE), new)
         out = library.fused_attention(Heads(q, keys, values), visible, options)
         return {"out": out, "keys": keys, "values": values, "filled": None if filled is None else filled + count}
 
@@ -136,7 +138,7 @@ class OnTheDevice(TorchDispatchMode):
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_step_never_waits_for_the_device(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operators.fused_checks, "check_positions", lambda positions, room: None)  # of CPU tensors alone
+    monkeypatch.setattr(operators.FUSED_STEP, "check_numbers", lambda values: None)  # of CPU tensors alone
     step = Step.draw(0, queries)
     for run in (operators.FUSED_STEP.run, operators.FUSED_STEP.direct):
         values = library.flatten(step.heads, step.visible, step.options) | step.cache._asdict()

@@ -70,16 +70,12 @@ def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
     q, k, v = heads()
     values = {"q": q, "k": k, **flatten_norms(**parts(knee=knee))}
     opcheck(operators.NORM_ROPE_HEADS.overload, operators.NORM_ROPE_HEADS.arguments(values))
-    for name in ("keys", "values"):
-        values[name] = torch.zeros(B, HK, 12, D, device=DEVICE)
-    values |= {"v": v, "positions": torch.arange(2, 2 + T, device=DEVICE)}
+    values |= {"v": v, **{name: torch.zeros(B, HK, 12, D, device=DEVICE) for name in ("keys", "values")}}
     fixed = {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
-    checks = ("test_schema", "test_faketensor")
-    opcheck(operators.NORM_ROPE_INTO.overload, operators.NORM_ROPE_INTO.arguments(fixed), test_utils=checks)
     fixed |= dict.fromkeys(Visible._fields) | Options(0.25, 50.0, causal=True)._asdict()
     for filled in (torch.tensor(2, device=DEVICE), None):
         step = operators.FUSED_STEP.arguments(fixed | {"filled": filled})
-        opcheck(operators.FUSED_STEP.overload, step, test_utils=checks)
+        opcheck(operators.FUSED_STEP.overload, step, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.slow
@@ -202,18 +198,13 @@ def test_wrong_arguments_are_refused(wrong: dict, message: str) -> None:
 def test_writing_a_cache_with_gradients_is_refused() -> None:
     q, k, v = heads()
     keys, values = (torch.zeros(B, HK, 12, D, device=DEVICE) for _ in range(2))
-    places = torch.arange(2, 2 + T, device=DEVICE)
-    with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
-        library.norm_rope_into(Heads(q, k, v), keys, values, places)
+    cache = LayerCache(keys, values, torch.tensor(2, device=DEVICE))
     constants = Heads(q.detach(), k.detach(), v.detach(), Norm("rms", draw(D)))
-    with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
-        library.norm_rope_into(constants, keys, values, places)
-    with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
-        library.fused_step(constants, LayerCache(keys, values, places[0]), Visible(), OPTIONS["capped"])
+    for given in (Heads(q, k, v), constants):
+        with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
+            library.fused_step(given, cache, Visible(), OPTIONS["capped"])
     with torch.no_grad():
-        with pytest.raises(ValueError, match=r"positions \[9\], got .*\[3\]"):
-            library.norm_rope_into(Heads(q, k, v), keys, values, places[:3])
-        library.norm_rope_into(Heads(q, k, v), keys, values, places)
+        library.fused_step(Heads(q, k, v), cache, Visible(), OPTIONS["capped"])
     assert torch.equal(keys[:, :, 2 : 2 + T], k)
     assert torch.equal(values[:, :, 2 : 2 + T], v)
     assert not keys[:, :, :2].any()

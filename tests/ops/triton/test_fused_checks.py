@@ -14,7 +14,7 @@ from hf_qknorm.ops import fused_checks, library, operators
 from hf_qknorm.ops.registration import flatten, flatten_norms
 from hf_qknorm.ops.triton import norm_rope
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
 from qknorm_tests.operator_calls import call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -135,42 +135,38 @@ def room(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
 
-PLACES = torch.arange(T)
-CACHE: list[tuple[dict[str, Tensor], type[Exception], str]] = [
-    ({"keys": room(1, HK, S, D), "values": room(1, HK, S, D)}, ValueError, "do not fit a cache of keys [1, 2, 8, 16]"),
-    ({"keys": room(B, 1, S, D), "values": room(B, 1, S, D)}, ValueError, "batch, heads and head_dim must be the same"),
-    ({"keys": room(B, HK, S, 8), "values": room(B, HK, S, 8)}, ValueError, "[2, 2, 8, 8]"),
-    ({"values": room(B, HK, S - 1, D)}, ValueError, "keys [2, 2, 8, 16] and values [2, 2, 7, 16]"),
-    ({"keys": room(B, HK, D)}, ValueError, "a cache of keys [2, 2, 16]"),
-    ({"keys": room(B, HK, S, D, dtype=torch.float16)}, ValueError, "must have the dtype of k, torch.float32"),
-    ({"keys": room(B, HK, D, S).mT}, ValueError, "keys must lie in dense rows of their own"),
-    ({"values": room(1, HK, S, D).expand(B, -1, -1, -1)}, ValueError, "values must lie in dense rows of their own"),
-    ({"values": torch.zeros(B, HK, S, D, device="meta")}, ValueError, "values must be on the device of q"),
-    ({"positions": PLACES[:2]}, ValueError, "positions [3], got .*[2]"),
-    ({"positions": PLACES.int()}, ValueError, "positions must be int64, got torch.int32"),
-    ({"v": room(B, HK, T, 8)}, ValueError, "v [2, 2, 3, 8] do not fit"),
+CACHE: list[tuple[dict[str, Tensor], str]] = [
+    ({"keys": room(1, HK, S, D), "values": room(1, HK, S, D)}, "do not fit a cache of keys [1, 2, 8, 16]"),
+    ({"keys": room(B, 1, S, D), "values": room(B, 1, S, D)}, "batch, heads and head_dim must be the same"),
+    ({"keys": room(B, HK, S, 8), "values": room(B, HK, S, 8)}, "[2, 2, 8, 8]"),
+    ({"values": room(B, HK, S - 1, D)}, "keys [2, 2, 8, 16] and values [2, 2, 7, 16]"),
+    ({"keys": room(B, HK, D)}, "a cache of keys [2, 2, 16]"),
+    ({"keys": room(B, HK, S, D, dtype=torch.float16)}, "must have the dtype of k, torch.float32"),
+    ({"keys": room(B, HK, D, S).mT}, "keys must lie in dense rows of their own"),
+    ({"values": room(1, HK, S, D).expand(B, -1, -1, -1)}, "values must lie in dense rows of their own"),
+    ({"values": torch.zeros(B, HK, S, D, device="meta")}, "values must be on the device of q"),
+    ({"filled": room(2, dtype=torch.int64)}, "filled must be one number in torch.int64, got [2]"),
+    ({"filled": room(1, dtype=torch.int32)}, "filled must be one number in torch.int64, got [1] in torch.int32"),
+    ({"v": room(B, HK, T, 8)}, "v [2, 2, 3, 8] do not fit"),
 ]
 OUTSIDE = [S - T + 1, -1, S, 2**40]
 
 
-@pytest.mark.parametrize(("wrong", "error", "message"), CACHE, ids=[message for *_, message in CACHE])
-def test_a_cache_that_does_not_fit(wrong: dict[str, Tensor], error: type[Exception], message: str) -> None:
-    q, k, v = heads()
-    cache = {"v": v, "keys": room(B, HK, S, D), "values": room(B, HK, S, D), "positions": PLACES, **wrong}
-    cache = {name: x if x.is_meta else x.to(DEVICE) for name, x in cache.items()}
-    values = {"q": q, "k": k, **cache, **flatten_norms(RMS, RMS, None)}
-    assert_refused(error, message, operators.NORM_ROPE_INTO, values)
+@pytest.mark.parametrize(("wrong", "message"), CACHE, ids=[message for _, message in CACHE])
+def test_a_cache_that_does_not_fit(wrong: dict[str, Tensor], message: str) -> None:
+    cache = {"keys": room(B, HK, S, D), "values": room(B, HK, S, D), "filled": room(1, dtype=torch.int64)}
+    values = flatten(Heads(*heads(), RMS, RMS), Visible(), Options(0.25)) | cache | wrong
+    assert_refused(ValueError, message, operators.FUSED_STEP, values)
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel asserts it, which ends the process")
-@pytest.mark.parametrize("first", OUTSIDE)
-def test_positions_outside_of_the_cache(first: int) -> None:
-    keys, values = room(B, HK, S, D), room(B, HK, S, D)
-    places = PLACES + first
-    with pytest.raises(IndexError, match="outside of a cache with room for 8 keys"):
-        library.norm_rope_into(Heads(*heads(), RMS, RMS), keys, values, places)
-    assert not keys.any()
-    assert not values.any()
+@pytest.mark.parametrize("filled", OUTSIDE)
+def test_a_cache_without_room(filled: int) -> None:
+    cache = LayerCache(room(B, HK, S, D), room(B, HK, S, D), torch.tensor(filled))
+    with pytest.raises(IndexError, match=f"room for 3 tokens behind its keys: {filled} of its 8 keys are filled"):
+        library.fused_step(Heads(*heads(), RMS, RMS), cache, Visible(), Options(0.25))
+    assert not cache.keys.any()
+    assert not cache.values.any()
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the kernel asserts it, which ends the process")
@@ -179,7 +175,7 @@ def test_the_kernel_itself_writes_nothing_outside_of_the_cache(first: int) -> No
     q, k, v = heads()
     around = [torch.full((B, HK, 3 * S, D), 7.0) for _ in range(2)]
     keys, values = (x[:, :, S : 2 * S] for x in around)
-    places = PLACES + first
+    places = torch.arange(T) + first
     norm_rope.forward(q, k, RMS, RMS, None, cache=norm_rope.Cache(keys, values, v, places))
     inside = (places >= 0) & (places < S)
     plainly = norm_rope.forward(q, k, RMS, RMS, None)

@@ -37,7 +37,6 @@ PATHS = {
     "statistics": CodePath("statistics", BRAIN, 16, 2, False, cap="small", causal=True, ranges=True),
     "norm_rope": CodePath("norm_rope", BRAIN, 16, 2, True, 0, True, RMS, LAYER, ROTARY),
     "norm_rope_one": CodePath("norm_rope_one", HALF, 16, 1, True, 0, True, LAYER, None, ROTARY),
-    "norm_rope_into": CodePath("norm_rope_into", BRAIN, 16, 2, False, 0, True, RMS, RMS, ROTARY),
     "step": CodePath("step", BRAIN, 16, 2, False, 1, True, RMS, LAYER, ROTARY, cap="small", ranges=True),
     "append": CodePath("append", BRAIN, 16, 2, False, 1, True, RMS, LAYER, ROTARY, cap="small", causal=True),
 }
