@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event, Thread
-from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +21,7 @@ from hf_qknorm.ops.cpu import attention, build, library_file
 from hf_qknorm.ops.error_budget import Verdict
 from hf_qknorm.ops.trust import first_use, self_check
 from hf_qknorm.ops.types import Call
+from qknorm_tests.cpu_cases import forget_the_build
 from qknorm_tests.operator_calls import call
 
 pytestmark = pytest.mark.usefixtures("compiled")
@@ -40,10 +36,6 @@ def choose(*heads: torch.Tensor, **options: Any) -> Choice:
 
 
 NONE = "no C++ compiler was found"
-CACHED = (
-    *(build._load, build._why_impossible, build._compiler, build._flags, build._digest, build.name),
-    build._compilation,
-)
 
 
 @pytest.fixture(autouse=True)
@@ -54,16 +46,10 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cpu_kernels, "_served", set())
     monkeypatch.setattr(first_use, "_absent", set())
     first_use._warn.cache_clear()
-    forget()
+    forget_the_build()
     yield
     monkeypatch.undo()
-    forget()
-
-
-def forget() -> None:
-    """Forget what a process knows of compiler and library."""
-    for function in CACHED:
-        function.cache_clear()
+    forget_the_build()
 
 
 @pytest.fixture
@@ -80,7 +66,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleN
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(library_file, "CDLL", lambda path: Path(path).stat())
-    forget()
+    forget_the_build()
     yield SimpleNamespace(fault=fault, count=lambda: len(calls.read_text()) // 2 if calls.exists() else 0)
     if build._compilation.cache_info().currsize:  # a test that failed leaves it at work, which would write outside
         build._compilation().exception()
@@ -118,7 +104,7 @@ def test_another_value_of_the_switch_is_refused(value, monkeypatch):
 
 def test_without_a_compiler_tiled_runs_unless_they_are_demanded(monkeypatch):
     monkeypatch.setenv("CXX", "/no/compiler")
-    forget()
+    forget_the_build()
     chosen = choose(Q, Q, Q)
     assert chosen.implementation is TILED
     assert NONE in str(chosen)
@@ -247,84 +233,3 @@ def test_without_a_thread_tiled_runs(machine, monkeypatch, caplog):
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("starting", [True, False], ids=["compiler starts", "compiler runs"])
-def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(starting, machine, monkeypatch):
-    begun, execute = Event(), subprocess.Popen._execute_child
-
-    def wait_and_execute(*arguments: Any) -> None:
-        begun.set()
-        sleep(0.2)  # the pipes are open
-        execute(*arguments)
-
-    assert build.name()
-    monkeypatch.setattr(subprocess.Popen, "_execute_child", wait_and_execute)
-    assert build.why_not_built(wait=False) == build.COMPILING
-    assert not starting or begun.wait(timeout=10)
-    child = os.fork()
-    if not child:
-        os._exit(build.why_not_built() is not None)
-    assert os.waitpid(child, 0)[1] == 0
-    assert build.why_not_built() is None
-    assert machine.count() == 1
-
-
-@pytest.mark.slow
-def test_a_process_that_ends_leaves_a_library(machine):
-    code = "from hf_qknorm.ops.cpu import build; assert build.why_not_built(wait=False) == build.COMPILING"
-    subprocess.run([sys.executable, "-c", code], check=True)
-    assert build.why_not_ready() is None
-    assert machine.count() == 1
-
-
-def test_two_builders_compile_once(machine):
-    results: list[Any] = []
-    threads = [Thread(target=lambda: results.append(build._load.__wrapped__())) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == [None] * 3
-    assert machine.count() == 1
-
-
-@pytest.mark.parametrize("fault", ["kill -9 $$", "echo fatal error: No space left on device >&2; exit 1"])
-def test_a_killed_build_is_tried_again(fault, machine):
-    machine.fault.write_text(fault)
-    assert "failed with status" in str(build.why_not_built())
-    machine.fault.unlink()
-    forget()
-    assert build.why_not_built() is None
-    assert machine.count() == 2
-
-
-def test_a_failed_build_is_remembered_until_its_report_is_deleted(machine, caplog):
-    machine.fault.write_text("echo a line >&2; echo an error of the code >&2; echo more >&2; exit 1")
-    for _ in range(2):
-        reason = build.why_not_built()
-        assert reason is not None
-        assert f"failed with status 1: an error of the code. The whole report is in {build._report()}" in reason
-        assert "\n" not in reason
-        assert "more" in build._report().read_text()
-        assert reason == build.why_unavailable()
-        forget()
-    assert machine.count() == 1
-    machine.fault.unlink()
-    build._report().unlink()
-    assert build.why_not_built() is None
-    assert machine.count() == 2
-
-
-def test_a_library_ends_the_reports_of_other_copies(machine, monkeypatch):
-    machine.fault.write_text("echo an error of the code >&2; exit 1")
-    assert build.why_not_built() is not None
-    machine.fault.unlink()
-    forget()
-    with monkeypatch.context() as copy:
-        copy.setattr(build, "_report", lambda: build.folder() / f"{build.name()}.copy.txt")
-        assert build.why_not_built() is None
-    forget()
-    assert build.why_unavailable() is None
-    assert machine.count() == 2

@@ -1,4 +1,4 @@
-"""Problems for the C++ kernels: their results, the dropout that they draw, and plain results in linear memory."""
+"""Problems for the C++ kernels: their results and dropout, plain results in linear memory; a new process."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.cpu import kernels
+from hf_qknorm.ops.cpu import build, kernels
 from hf_qknorm.ops.types import Heads
 from qknorm_tests.tiled_cases import Case, Inputs, named
 
 WORD = (1 << 32) - 1
+
+
+CACHED = (
+    *(build._load, build._why_impossible, build._compiler, build._flags, build._digest, build.name),
+    build._compilation,
+)
+
+
+def forget_the_build() -> None:
+    """Forget what this process knows of compiler and library."""
+    for function in CACHED:
+        function.cache_clear()
 
 
 def cpu_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:

@@ -6,19 +6,21 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
+from time import sleep
+from typing import Any
 
 import pytest
 import torch
 
 from hf_qknorm.files import cache_folder
 from hf_qknorm.ops.cpu import build
+from qknorm_tests.cpu_cases import forget_the_build
 
-CACHED = (
-    *(build._why_impossible, build._compiler, build._flags, build._digest, build.name, build._load),
-    build._compilation,
-)
 COMPILER = """#!/bin/sh
 echo "$@" >> {calls}
 case "$*" in *--version*) echo "{version}"; exit 0;; esac
@@ -36,15 +38,10 @@ OTHER_USER = 12345
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A cache folder of its own, and nothing known yet in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    forget()
+    forget_the_build()
     yield tmp_path
     monkeypatch.undo()
-    forget()
-
-
-def forget() -> None:
-    for function in CACHED:
-        function.cache_clear()
+    forget_the_build()
 
 
 def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str, version: str = "1") -> Path:
@@ -53,7 +50,7 @@ def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str, versi
     script.write_text(COMPILER.format(calls=calls, version=version, rest=rest))
     script.chmod(0o755)
     monkeypatch.setenv("CXX", str(script))
-    forget()
+    forget_the_build()
     return calls
 
 
@@ -66,34 +63,88 @@ def compilations(calls: Path) -> int:
     return sum(str(first) in line for line in calls.read_text().splitlines())
 
 
-def test_a_failure_is_reported_and_remembered(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = use_compiler(fresh, monkeypatch, "echo 'error: no such flag' >&2; exit 3")
+def test_a_failure_is_remembered_until_its_report_is_deleted(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = use_compiler(fresh, monkeypatch, "echo a line >&2; echo an error of the code >&2; echo more >&2; exit 3")
     assert build.why_unavailable() is None  # it did not compile to find out
+    report = build._report()
     for _ in range(2):
-        forget()
-        reason = build.why_not_built()
-        assert reason is not None
-        assert "failed with status 3" in reason
-        assert "error: no such flag" in reason
+        forget_the_build()
+        reason = str(build.why_not_built())
+        assert f"failed with status 3: an error of the code. The whole report is in {report}" in reason
+        assert "\n" not in reason
+        assert "more" in report.read_text()
         assert build.why_unavailable() == reason
     assert compilations(calls) == 1
     with pytest.raises(RuntimeError, match="not available: .*status 3"):
         build.operators()
     use_compiler(fresh, monkeypatch, "echo 'another error' >&2; exit 4", version="2")
     assert "another error" in str(build.why_not_built())  # another compiler is another attempt
+    report.unlink()
+    use_small_library(fresh, monkeypatch)
+    assert build.why_not_built() is None
+    assert compilations(calls) == 3
+
+
+@pytest.mark.parametrize("fault", ["kill -9 $$", "echo fatal error: No space left on device >&2; exit 1"])
+def test_a_killed_build_is_tried_again(fault: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_compiler(fresh, monkeypatch, fault)
+    assert "failed with status" in str(build.why_not_built())
+    calls = use_small_library(fresh, monkeypatch)
+    assert build.why_not_built() is None
     assert compilations(calls) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("starting", [True, False], ids=["compiler starts", "compiler runs"])
+def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(
+    starting: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, execute = Event(), subprocess.Popen._execute_child  # type: ignore[attr-defined]
+
+    def wait_and_execute(*arguments: Any) -> None:
+        begun.set()
+        sleep(0.2)  # the pipes are open
+        execute(*arguments)
+
+    calls = use_compiler(fresh, monkeypatch, f"sleep 0.2\n{SMALL}")
+    assert build.name()
+    monkeypatch.setattr(subprocess.Popen, "_execute_child", wait_and_execute)
+    assert build.why_not_built(wait=False) == build.COMPILING
+    assert not starting or begun.wait(timeout=10)
+    child = os.fork()
+    if not child:
+        os._exit(build.why_not_built() is not None)
+    assert os.waitpid(child, 0)[1] == 0
+    assert build.why_not_built() is None
+    assert compilations(calls) == 1
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_leaves_a_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = use_compiler(fresh, monkeypatch, f"sleep 0.2\n{SMALL}")
+    code = "from hf_qknorm.ops.cpu import build; assert build.why_not_built(wait=False) == build.COMPILING"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert build.why_not_ready() is None
+    assert compilations(calls) == 1
+
+
+def test_threads_compile_once(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = use_small_library(fresh, monkeypatch)
+    with ThreadPoolExecutor(3) as threads:
+        assert [*threads.map(lambda _: build._load.__wrapped__(), range(3))] == [None] * 3
+    assert compilations(calls) == 1
 
 
 def test_no_compiler_is_a_reason(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", str(fresh / "absent"))
-    forget()
+    forget_the_build()
     assert "CXX names" in str(build.why_unavailable())
     assert build.why_not_built() == build.why_unavailable()
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(fresh))
-    forget()
+    forget_the_build()
     assert "no C++ compiler was found: install one of c++" in str(build.why_unavailable())
     assert build.why_not_built() == build.why_unavailable()
     assert not caplog.records  # many machines have none
@@ -114,7 +165,7 @@ def test_the_sources_compile_for_every_cpu(
 @pytest.mark.parametrize(("owner", "name"), [(torch.backends.cpu, "get_cpu_capability"), (platform, "system")])
 def test_other_machines_are_a_reason(owner: object, name: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner, name, lambda: "other")
-    forget()
+    forget_the_build()
     assert "other" in str(build.why_unavailable())
 
 
@@ -164,7 +215,7 @@ def test_a_library_that_is_not_as_it_was_compiled_is_compiled_again(
     assert build.why_not_built() is None
     library = build._library()
     DAMAGES[damage](library)
-    forget()
+    forget_the_build()
     assert "not compiled yet" in str(build.why_not_ready())
     assert compilations(calls) == 1
     caplog.clear()
@@ -172,7 +223,7 @@ def test_a_library_that_is_not_as_it_was_compiled_is_compiled_again(
         assert build.why_not_built() is None
         assert build.why_not_ready() is None
         assert compilations(calls) == 2
-        forget()
+        forget_the_build()
     first, second, third = (record.getMessage() for record in caplog.records)
     assert str(library.with_suffix("")) in first
     assert first.endswith("The library is compiled again")
@@ -201,7 +252,7 @@ def test_a_foreign_folder_is_a_reason(
     assert build.why_not_built() is None
     folder = build._library().parent
     folder.chmod(0o777)
-    forget()
+    forget_the_build()
     caplog.clear()
     reason = f"UntrustedError: {folder} has mode 0777, with which other users may write to it"
     assert str(build.why_unavailable()).startswith(reason)
@@ -209,7 +260,7 @@ def test_a_foreign_folder_is_a_reason(
     assert str(build.why_not_built()).startswith(reason)
     assert f"run `chmod go-w {folder}`, or set XDG_CACHE_HOME" in caplog.text
     folder.chmod(0o755)  # as an earlier version made it
-    forget()
+    forget_the_build()
     assert build.why_not_built() is None
     assert compilations(calls) == 1
 
@@ -218,11 +269,11 @@ def test_copies_of_the_sources_and_of_torch_share_a_library(fresh: Path, monkeyp
     name, report = build.name(), build._report()
     monkeypatch.setattr(build, "SOURCES", shutil.copytree(build.SOURCES, fresh / "copy" / "csrc"))
     monkeypatch.setattr(torch, "__file__", str(fresh / "torch" / "__init__.py"))
-    forget()
+    forget_the_build()
     assert build.name() == name
     assert build._report() != report  # a torch without headers is no reason for another
     (build.SOURCES / "tiles.h").rename(build.SOURCES / "other.h")
-    forget()
+    forget_the_build()
     assert build.name() != name
 
 
