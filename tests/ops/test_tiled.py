@@ -5,15 +5,19 @@ import torch
 
 from hf_qknorm.ops import reference, tiled, tiled_blocks
 from hf_qknorm.ops.types import Heads, Options, Visible
-from qknorm_tests.attention_tables import LENGTH_CASES, OPTION_CASES, SHAPE_CASES
+from qknorm_tests.attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
 from qknorm_tests.covering import covering
 from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, dropout_mask, oracle_results, tiled_results
 
 F64 = torch.float64
 SPLIT_CASES = [
-    Case(batch=5, queries=70, causal=True, softcap=50.0, mask=mask, sinks=True, dropout=dropout)
-    for mask in (None, "left_padding", "bool:BHTS", "add:B11S", "bool:1H1S")
-    for dropout in (0.0, 0.3)
+    *(
+        (Case(batch=5, queries=70, causal=True, softcap=50.0, mask=mask, sinks=True, dropout=dropout), logits)
+        for mask in (None, "left_padding", "bool:BHTS", "add:B11S", "bool:1H1S")
+        for dropout in (0.0, 0.3)
+        for logits in (1, 4 * 64 * 70 * 2)
+    ),
+    *((case, 1) for case in RANGE_CASES),
 ]
 
 
@@ -27,19 +31,26 @@ def assert_is_the_oracle(case: Case) -> None:
         torch.testing.assert_close(got[name], exact, rtol=1e-10, atol=1e-12 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("case", [*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES], ids=str)
+@pytest.mark.parametrize("case", [*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES], ids=str)
 def test_every_length_shape_and_option_is_the_oracle(case: Case) -> None:
     assert_is_the_oracle(case)
 
 
-@pytest.mark.parametrize("logits", [1, 4 * 64 * 70 * 2])
-@pytest.mark.parametrize("case", SPLIT_CASES, ids=str)
+@pytest.mark.parametrize(("case", "logits"), SPLIT_CASES, ids=str)
 def test_a_batch_in_parts_is_the_oracle(case: Case, logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_blocks, "BLOCK_LOGITS", logits)
     assert_is_the_oracle(case)
 
 
-STATISTICS = [case for case in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES) if not case.dropout][::2]
+def test_a_block_reads_no_keys_outside_its_ranges() -> None:
+    inputs = draw_inputs(Case(batch=1, queries=200, ranges="packed"), torch.float32)
+    inputs.ranges[0, 70:80] = 0  # as in statistics, which leave out rows of padding
+    for block in tiled_blocks.Problem(inputs.heads, inputs.visible, Options(1.0)).blocks:
+        rows = [(start, stop) for start, stop in inputs.ranges[0, block.rows].tolist() if stop > start]
+        assert (block.cols.start, block.cols.stop) == (rows[0][0], min(rows[-1][1], 200))
+
+
+STATISTICS = [case for case in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if not case.dropout][::2]
 
 
 @pytest.mark.parametrize("case", STATISTICS, ids=str)
