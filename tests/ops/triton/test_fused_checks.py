@@ -51,6 +51,13 @@ def assert_refused(error: type[Exception], message: str, function: Any, *argumen
 
 
 ATTENTION: list[tuple[dict[str, Any], str]] = [
+    ({"heads": [x.double() for x in heads()]}, "got torch.float64. Use library.attention"),
+    ({"heads": [normal(1, 2, T, 264)] * 3}, "head_dim is 264, and the kernels' registers hold 256 at most"),
+    ({"heads": [normal(1, 2, T, 18)] * 3}, "rows of torch.float32 must be multiples of 16 bytes, that is of 4 numbers"),
+    ({"heads": [normal(1, 2, T, 20, dtype=torch.bfloat16)] * 3}, "head_dim is 20: .* that is of 8 numbers"),
+    ({"heads": heads(0, S)}, "there is nothing to attend"),
+    ({"q_norm": Norm("rsm")}, "q_norm.kind must be one of none, rms, layer, l2, lp, got 'rsm'"),
+    ({"rotary": Rotary(*[torch.ones(1, T, 9)] * 2)}, "a rotation of 18 columns does not fit"),
     ({"ranges": torch.zeros(B, T + 1, 2, dtype=torch.int32)}, "ranges must be"),
     ({"ranges": torch.zeros(3, T, 2, dtype=torch.int32)}, "[B or 1, T, 2] with B = 2"),
     ({"ranges": torch.zeros(B, T, 2, dtype=torch.int64)}, "ranges must be int32, got torch.int64"),
