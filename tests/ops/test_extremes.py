@@ -4,21 +4,45 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from hf_qknorm.ops import library, reference, tiled
+from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.types import Heads, Options, Visible
 from qknorm_tests.covering import covering
+from qknorm_tests.cpu_cases import cpu_results
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.operator_calls import call
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tiled_cases import Case, Inputs, draw_inputs, oracle_results, tiled_results
 
-CAPS = (None, 5.0, 50.0)
+CAPS = (None, 5.0, 50.0, 70.0)
 NAMES = ("out", "dq", "dk", "dv", "dsinks")
+
+
+class Implementation(NamedTuple):
+    """The results of a case, the operator, and the statistics of its logits."""
+
+    results: Any
+    attend: Any
+    head_statistics: Any
+
+
+IMPLEMENTATIONS = {
+    "tiled": Implementation(tiled_results, library.attention, tiled.head_statistics),
+    "cpp": Implementation(cpu_results, cpu.attention, cpu.head_statistics),
+}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest) -> Implementation:
+    if request.param == "cpp":
+        request.getfixturevalue("compiled")
+    return IMPLEMENTATIONS[request.param]
 
 
 def assert_is_the_oracle(case: Case, inputs: Inputs, names: tuple[str, ...] = NAMES) -> None:
@@ -32,14 +56,16 @@ def assert_is_the_oracle(case: Case, inputs: Inputs, names: tuple[str, ...] = NA
 
 
 @pytest.mark.parametrize(("spread", "softcap", "bad"), covering([0.1, 3.0], CAPS, [torch.nan, torch.inf]))
-def test_a_query_that_is_not_finite_changes_no_other_row(spread: float, softcap: float | None, bad: float) -> None:
+def test_a_query_that_is_not_finite_changes_no_other_row(
+    implementation: Implementation, spread: float, softcap: float | None, bad: float
+) -> None:
     """Its block has small logits, or logits near the cap."""
     case = Case(queries=40, head_dim=64, causal=True, softcap=softcap, spread=spread)
     inputs = draw_inputs(case, torch.float32)
     with torch.no_grad():
         inputs.q[:, :, 17, 3] = bad
     exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
-    got = tiled_results(case, inputs)
+    got = implementation.results(case, inputs)
     rows = torch.arange(40) != 17
     for name in ("out", "dq"):
         assert_within_budget(*(x[name][:, :, rows] for x in (got, exact, eager)), name)
@@ -47,27 +73,32 @@ def test_a_query_that_is_not_finite_changes_no_other_row(spread: float, softcap:
 
 
 @pytest.mark.parametrize("softcap", CAPS)
-def test_statistics_report_numbers_that_are_not_finite(softcap: float | None) -> None:
+def test_statistics_report_numbers_that_are_not_finite(implementation: Implementation, softcap: float | None) -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 3, 3, 9, 9, 16))
     q[:, 0, 4, 0], q[:, 1] = torch.nan, 1e20
     k[:, 1] = -1e20  # logits of -inf
-    found = tiled.head_statistics(Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True))
-    exact = reference.attention(q, k, v, scale=1.0, softcap=softcap, causal=True).max_logit
+    given = Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True)
+    found, exact = implementation.head_statistics(*given), reference.attend(*given).max_logit
     torch.testing.assert_close(found.max_logit, exact, equal_nan=True)
     assert math.isnan(exact[0])
     assert exact[1] == math.inf
+    assert found.entropy[2].isfinite()
     assert found.seen.tolist() == [45] * 3
 
 
 @pytest.mark.parametrize(
-    ("dtype", "softcap", "sign"), covering([torch.float32, torch.bfloat16], CAPS, [1.0, -1.0], strength=1), ids=str
+    ("dtype", "softcap", "sign", "queries"),
+    covering([torch.float32, torch.bfloat16], CAPS, [1.0, -1.0], [9, 1]),
+    ids=str,
 )
-def test_logits_that_overflow(dtype: torch.dtype, softcap: float | None, sign: float) -> None:
+def test_logits_that_overflow(
+    implementation: Implementation, dtype: torch.dtype, softcap: float | None, sign: float, queries: int
+) -> None:
     """A cap bounds them. Without a cap the row is NaN, and not zero as a row without keys."""
-    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, 9, 9, 16, dtype=dtype))
+    q, k, v = (x.detach() for x in make_qkv(1, 2, 1, queries, 9, 16, dtype=dtype))
     q, k = torch.full_like(q, 1e30), torch.full_like(k, sign * 1e30)
     given = call(q, k, v, softcap=softcap, causal=True)
-    out, exact = library.attention(*given), reference.attend(*given).out
+    out, exact = implementation.attend(*given), reference.attend(*given).out
     torch.testing.assert_close(out, exact, equal_nan=True)
     assert bool(out.isnan().all()) == (softcap is None)
 
