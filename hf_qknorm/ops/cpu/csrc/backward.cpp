@@ -195,11 +195,8 @@ void find_deltas(const Problem& problem, const Gradients& gradients, const Rows&
 template <class T>
 void differentiate_all(const Problem& problem, const Gradients& gradients) {
   const Blocks blocks(problem);
-  const int64_t places = problem.batch * problem.key_heads, per_key_head = blocks.per_key_head();
-  const int64_t step = tile_keys(problem.head_dim);
-  share_out(places * per_key_head, at::get_num_threads(), Memory::size(problem.head_dim), [&](int64_t item, float* memory) {
-    const int64_t place = item / per_key_head;
-    const Rows rows(problem, blocks, place / problem.key_heads, place % problem.key_heads, item % per_key_head);
+  const int64_t places = problem.batch * problem.key_heads, step = tile_keys(problem.head_dim);
+  each_block(problem, Memory::size(problem.head_dim), [&](const Rows& rows, float* memory) {
     find_deltas<T>(problem, gradients, rows, Memory(memory, problem.head_dim));
   });
   const int64_t tiles = (problem.keys + step - 1) / step;
@@ -216,11 +213,7 @@ void differentiate_all(const Problem& problem, const Gradients& gradients) {
 }  // namespace
 
 void backward(const Problem& problem, const Gradients& gradients) {
-  switch (problem.dtype) {
-    case c10::ScalarType::BFloat16: return differentiate_all<c10::BFloat16>(problem, gradients);
-    case c10::ScalarType::Half: return differentiate_all<c10::Half>(problem, gradients);
-    default: return differentiate_all<float>(problem, gradients);
-  }
+  with_dtype(problem.dtype, [&](auto zero) { differentiate_all<decltype(zero)>(problem, gradients); });
 }
 
 }  // namespace hf_qknorm

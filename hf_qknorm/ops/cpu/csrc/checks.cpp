@@ -152,16 +152,16 @@ void check_gradients(const Tensor& q, const Tensor& k, const Tensor& grad, const
   TORCH_CHECK_VALUE(dq.size(0) >= 1, "dq must have at least one part, got ", dq.sizes());
 }
 
-void check_norm_rope(const Tensor& x, const MaybeTensor& gain, const MaybeTensor& bias, double eps,
-                     int64_t sharpness, const MaybeTensor& cos, const MaybeTensor& sin, const std::string& side) {
+void check_norm_rope(const Tensor& x, const NormRope& by, const std::string& side) {
+  const auto& [kind, gain, bias, cos, sin, interleaved] = by;
   const auto named = [&](const char* name) { return side.empty() ? name : side + "_norm." + name; };
   check_heads(side.empty() ? "x" : side.c_str(), x);
   const int64_t batch = x.size(0), length = x.size(2), columns = x.size(3);
   check_parameter(named("gain").c_str(), gain, x.size(1), columns);
   check_parameter(named("bias").c_str(), bias, x.size(1), columns);
-  TORCH_CHECK_VALUE(eps >= 0, named("eps"), " must not be negative, got ", eps);
-  TORCH_CHECK_VALUE(sharpness == 1 || sharpness == 2 || sharpness == 4 || sharpness == 8, named("sharpness"),
-                    " must be one of 1, 2, 4, 8, got ", sharpness);
+  TORCH_CHECK_VALUE(kind.eps >= 0, named("eps"), " must not be negative, got ", kind.eps);
+  const int64_t s = kind.sharpness;
+  TORCH_CHECK_VALUE(s == 1 || s == 2 || s == 4 || s == 8, named("sharpness"), " must be one of 1, 2, 4, 8, got ", s);
   TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "cos and sin must be given together");
   if (!cos) return;
   check_tensor("cos", *cos, Numbers::floating, {{batch, true}, {length}, ANY});
@@ -171,6 +171,7 @@ void check_norm_rope(const Tensor& x, const MaybeTensor& gain, const MaybeTensor
 }
 
 void check_append(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const Tensor& values) {
+  check_heads("q", q);
   check_heads("k", k);
   const Axis batch{q.size(0)}, queries{q.size(2)}, columns{q.size(3)}, key_heads{k.size(1)};
   check_tensor("k", k, Numbers::heads, {batch, ANY, queries, columns});

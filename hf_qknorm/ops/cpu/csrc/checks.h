@@ -8,6 +8,8 @@
 #include <optional>
 #include <string>
 
+#include "norm_rope.h"
+
 namespace hf_qknorm {
 
 constexpr int64_t MOST_COLUMNS = 256;
@@ -26,10 +28,8 @@ void check_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                      const at::Tensor& normaliser, const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                      const at::Tensor& delta);
 
-// Heads and their norm: `x` and `gain`, or for the side "q" `q` and `q_norm.gain`.
-void check_norm_rope(const at::Tensor& x, const std::optional<at::Tensor>& gain, const std::optional<at::Tensor>& bias,
-                     double eps, int64_t sharpness, const std::optional<at::Tensor>& cos,
-                     const std::optional<at::Tensor>& sin, const std::string& side = "");
+// Heads, their norm and rotation: `x` and `gain`, or for the side "q" `q` and `q_norm.gain`.
+void check_norm_rope(const at::Tensor& x, const NormRope& by, const std::string& side = "");
 
 // New keys k and values v, and the cache to whose last rows they are written.
 void check_append(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& keys,

@@ -220,11 +220,7 @@ template <int ROWS>
 void attend_all(const Problem& problem, const Heads& out) {
   if constexpr (2 * ROWS <= MOST_ROWS)
     if (problem.group() * problem.queries > ROWS) return attend_all<2 * ROWS>(problem, out);
-  switch (problem.dtype) {
-    case c10::ScalarType::BFloat16: return attend_all<ROWS, c10::BFloat16>(problem, out);
-    case c10::ScalarType::Half: return attend_all<ROWS, c10::Half>(problem, out);
-    default: return attend_all<ROWS, float>(problem, out);
-  }
+  with_dtype(problem.dtype, [&](auto zero) { attend_all<ROWS, decltype(zero)>(problem, out); });
 }
 
 }  // namespace

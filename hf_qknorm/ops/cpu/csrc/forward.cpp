@@ -74,26 +74,14 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
   write<T>(problem, rows, softmax, memory, out, normaliser);
 }
 
-template <class T>
-void attend_all(const Problem& problem, const Heads& out, float* normaliser) {
-  const Blocks blocks(problem);
-  const int64_t per_key_head = blocks.per_key_head();
-  const int64_t items = problem.batch * problem.key_heads * per_key_head;
-  share_out(items, at::get_num_threads(), Memory::size(problem.head_dim), [&](int64_t item, float* memory) {
-    const int64_t place = item / per_key_head, part = per_key_head - 1 - item % per_key_head;  // the longest first
-    const Rows rows(problem, blocks, place / problem.key_heads, place % problem.key_heads, part);
-    attend<T>(problem, rows, Memory(memory, problem.head_dim), out, normaliser);
-  });
-}
-
 }  // namespace
 
 void forward(const Problem& problem, const Heads& out, float* normaliser) {
-  switch (problem.dtype) {
-    case c10::ScalarType::BFloat16: return attend_all<c10::BFloat16>(problem, out, normaliser);
-    case c10::ScalarType::Half: return attend_all<c10::Half>(problem, out, normaliser);
-    default: return attend_all<float>(problem, out, normaliser);
-  }
+  with_dtype(problem.dtype, [&](auto zero) {
+    each_block(problem, Memory::size(problem.head_dim), [&](const Rows& rows, float* memory) {
+      attend<decltype(zero)>(problem, rows, Memory(memory, problem.head_dim), out, normaliser);
+    });
+  });
 }
 
 }  // namespace hf_qknorm

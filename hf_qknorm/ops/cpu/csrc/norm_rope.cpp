@@ -49,16 +49,16 @@ struct Angles {
   const float* at(int64_t b, int64_t t) const { return data + b * batch + t * row; }
 };
 
-struct NormRope {
+// A `NormRope` for heads x, with its tensors in fp32.
+struct Steps {
   NormKind kind;
   Parameter gain, bias;
   Angles cos, sin;
   bool interleaved;
 
-  NormRope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
-           const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
-           const std::optional<at::Tensor>& sin, bool interleaved)
-      : kind(kind), gain(gain, x.size(3)), bias(bias, x.size(3)), cos(cos), sin(sin), interleaved(interleaved) {}
+  Steps(const at::Tensor& x, const NormRope& by)
+      : kind(by.kind), gain(by.gain, x.size(3)), bias(by.bias, x.size(3)), cos(by.cos), sin(by.sin),
+        interleaved(by.interleaved) {}
 };
 
 double dot(const float* x, const float* y, int64_t count) {
@@ -143,7 +143,7 @@ const T* row_of(const at::Tensor& x, int64_t b, int64_t t, int64_t head) {
 }
 
 template <class T>
-void all_rows(const at::Tensor& x, const NormRope& by, const at::Tensor& out) {
+void all_rows(const at::Tensor& x, const Steps& by, const at::Tensor& out) {
   const int64_t heads = x.size(1), length = x.size(2), count = x.size(3);
   const int64_t grain = std::max<int64_t>(COLUMNS_OF_A_THREAD / count, 1);
   at::parallel_for(0, x.size(0) * heads * length, grain, [&](int64_t begin, int64_t end) {
@@ -168,7 +168,7 @@ using Sums = std::vector<double>;
 
 // The gradient dx of a row x, from that of its result. Adds to the sums of its head.
 template <class T>
-void gradient_of_row(const T* x, const T* grad, const NormRope& by, int64_t b, int64_t t, int64_t head, int64_t count,
+void gradient_of_row(const T* x, const T* grad, const Steps& by, int64_t b, int64_t t, int64_t head, int64_t count,
                      T* dx, Sums& dgain, Sums& dbias) {
   float y[MOST_COLUMNS], g[MOST_COLUMNS];
   widen(x, y, count), widen(grad, g, count);
@@ -190,7 +190,7 @@ void gradient_of_row(const T* x, const T* grad, const NormRope& by, int64_t b, i
 
 // Each thread has one part of the rows and sums of its own, so that the gradients are the same bits on each run.
 template <class T>
-void all_gradients(const at::Tensor& x, const at::Tensor& grad, const NormRope& by, T* dx, float* dgain, float* dbias) {
+void all_gradients(const at::Tensor& x, const at::Tensor& grad, const Steps& by, T* dx, float* dgain, float* dbias) {
   const int64_t heads = x.size(1), count = x.size(3), rows = x.size(0) * x.size(2), width = heads * count;
   const int64_t parts = std::clamp<int64_t>(rows * width / COLUMNS_OF_A_THREAD, 1, at::get_num_threads());
   std::vector<Sums> gains(parts), biases(parts);
@@ -212,45 +212,29 @@ void all_gradients(const at::Tensor& x, const at::Tensor& grad, const NormRope& 
     }
 }
 
-template <class Run>
-void with_dtype(const at::Tensor& x, const Run& run) {
-  switch (x.scalar_type()) {
-    case c10::ScalarType::BFloat16: return run(c10::BFloat16());
-    case c10::ScalarType::Half: return run(c10::Half());
-    default: return run(float());
-  }
-}
-
 }  // namespace
 
-at::Tensor norm_rope(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
-                     const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
-                     const std::optional<at::Tensor>& sin, bool interleaved) {
+at::Tensor norm_rope(const at::Tensor& x, const NormRope& by) {
   at::Tensor out = at::empty(x.sizes(), x.options());
-  norm_rope_into(x, kind, gain, bias, cos, sin, interleaved, out);
+  norm_rope_into(x, by, out);
   return out;
 }
 
-void norm_rope_into(const at::Tensor& x, const NormKind& kind, const std::optional<at::Tensor>& gain,
-                    const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& cos,
-                    const std::optional<at::Tensor>& sin, bool interleaved, const at::Tensor& out) {
-  const NormRope by(x, kind, gain, bias, cos, sin, interleaved);
-  with_dtype(x, [&](auto zero) { all_rows<decltype(zero)>(x, by, out); });
+void norm_rope_into(const at::Tensor& x, const NormRope& by, const at::Tensor& out) {
+  const Steps steps(x, by);
+  with_dtype(x.scalar_type(), [&](auto zero) { all_rows<decltype(zero)>(x, steps, out); });
 }
 
-HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, const NormKind& kind,
-                                 const std::optional<at::Tensor>& gain, const std::optional<at::Tensor>& bias,
-                                 const std::optional<at::Tensor>& cos, const std::optional<at::Tensor>& sin,
-                                 bool interleaved) {
-  const NormRope by(x, kind, gain, bias, cos, sin, interleaved);
+HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, const NormRope& by) {
+  const Steps steps(x, by);
   const auto sums = [&](const Parameter& parameter) {
     return at::zeros({parameter.data ? x.size(1) : 0, x.size(3)}, x.options().dtype(at::kFloat));
   };
   at::Tensor dx = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
-  at::Tensor dgain = sums(by.gain), dbias = sums(by.bias);
-  with_dtype(x, [&](auto zero) {
-    all_gradients(x, grad, by, dx.data_ptr<decltype(zero)>(), by.gain.data ? dgain.data_ptr<float>() : nullptr,
-                  by.bias.data ? dbias.data_ptr<float>() : nullptr);
+  at::Tensor dgain = sums(steps.gain), dbias = sums(steps.bias);
+  with_dtype(x.scalar_type(), [&](auto zero) {
+    all_gradients(x, grad, steps, dx.data_ptr<decltype(zero)>(), steps.gain.data ? dgain.data_ptr<float>() : nullptr,
+                  steps.bias.data ? dbias.data_ptr<float>() : nullptr);
   });
   return {dx.transpose(1, 2), dgain, dbias};
 }

@@ -101,17 +101,18 @@ Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const Mayb
 Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
                      const MaybeTensor& bias, double eps, int64_t sharpness, const MaybeTensor& cos,
                      const MaybeTensor& sin, bool interleaved) {
-  check_norm_rope(x, gain, bias, eps, sharpness, cos, sin);
-  return norm_rope(dense(x), {normed, centred, summed, eps, sharpness}, gain, bias, cos, sin, interleaved);
+  const NormRope by{{normed, centred, summed, eps, sharpness}, gain, bias, cos, sin, interleaved};
+  check_norm_rope(x, by);
+  return norm_rope(dense(x), by);
 }
 
 HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
                                      const MaybeTensor& bias, double eps, int64_t sharpness, const MaybeTensor& cos,
                                      const MaybeTensor& sin, bool interleaved, const Tensor& grad) {
-  check_norm_rope(x, gain, bias, eps, sharpness, cos, sin);
+  const NormRope by{{normed, centred, summed, eps, sharpness}, gain, bias, cos, sin, interleaved};
+  check_norm_rope(x, by);
   check_head_gradient(x, grad);
-  const NormKind kind{normed, centred, summed, eps, sharpness};
-  return norm_rope_backward(dense(grad), dense(x), kind, gain, bias, cos, sin, interleaved);
+  return norm_rope_backward(dense(grad), dense(x), by);
 }
 
 // Norm and rotate q and k, and write k and v to the last rows of a cache. Returns the queries.
@@ -120,15 +121,15 @@ Tensor run_append(const Tensor& q, const Tensor& k, const Tensor& v, Tensor keys
                   int64_t q_sharpness, bool k_normed, bool k_centred, bool k_summed, const MaybeTensor& k_gain,
                   const MaybeTensor& k_bias, double k_eps, int64_t k_sharpness, const MaybeTensor& cos,
                   const MaybeTensor& sin, bool interleaved) {
-  check_norm_rope(q, q_gain, q_bias, q_eps, q_sharpness, cos, sin, "q");
+  const NormRope of_q{{q_normed, q_centred, q_summed, q_eps, q_sharpness}, q_gain, q_bias, cos, sin, interleaved};
+  const NormRope of_k{{k_normed, k_centred, k_summed, k_eps, k_sharpness}, k_gain, k_bias, cos, sin, interleaved};
   check_append(q, k, v, keys, values);
-  check_norm_rope(k, k_gain, k_bias, k_eps, k_sharpness, cos, sin, "k");
-  const NormKind q_kind{q_normed, q_centred, q_summed, q_eps, q_sharpness};
-  const NormKind k_kind{k_normed, k_centred, k_summed, k_eps, k_sharpness};
+  check_norm_rope(q, of_q, "q");
+  check_norm_rope(k, of_k, "k");
   const auto last = [&](const Tensor& x) { return x.narrow(2, x.size(2) - k.size(2), k.size(2)); };
-  norm_rope_into(dense(k), k_kind, k_gain, k_bias, cos, sin, interleaved, last(keys));
+  norm_rope_into(dense(k), of_k, last(keys));
   last(values).copy_(v);
-  return norm_rope(dense(q), q_kind, q_gain, q_bias, cos, sin, interleaved);
+  return norm_rope(dense(q), of_q);
 }
 
 // `append`, and attention of the queries to the whole cache.
@@ -138,7 +139,6 @@ Tensor run_step(const Tensor& q, const Tensor& k, const Tensor& v, Tensor keys, 
                 const MaybeTensor& k_bias, double k_eps, int64_t k_sharpness, const MaybeTensor& cos,
                 const MaybeTensor& sin, bool interleaved, const MaybeTensor& ranges, const MaybeTensor& sinks,
                 double scale, std::optional<double> cap, bool causal, std::optional<int64_t> window) {
-  check_norm_rope(q, q_gain, q_bias, q_eps, q_sharpness, cos, sin, "q");
   check_append(q, k, v, keys, values);
   check_attention(q, keys, values, ranges, sinks, {}, scale, cap, causal, window, 0.0);  // before the cache changes
   const Tensor queries = run_append(q, k, v, keys, values, q_normed, q_centred, q_summed, q_gain, q_bias, q_eps,

@@ -5,8 +5,6 @@
 // the numbers of the rows (maxima, sums, ranges of keys) are vectors, and keys and values are read in place.
 #pragma once
 
-#include <c10/core/ScalarType.h>
-
 #include <algorithm>
 #include <cfloat>
 #include <cmath>

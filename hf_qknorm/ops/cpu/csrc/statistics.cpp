@@ -94,27 +94,15 @@ void measure(const Problem& problem, const Rows& rows, double threshold, float* 
   }
 }
 
-template <class T>
-void measure_all(const Problem& problem, double threshold, RowStatistics* results) {
-  const Blocks blocks(problem);
-  const int64_t per_key_head = blocks.per_key_head(), head_dim = problem.head_dim;
-  const int64_t memory = (LANES + BLOCK_ROWS) * padded(head_dim) + TILE_KEYS * (BLOCK_ROWS + head_dim);
-  const int64_t items = problem.batch * problem.key_heads * per_key_head;
-  share_out(items, at::get_num_threads(), memory, [&](int64_t item, float* memory) {
-    const int64_t place = item / per_key_head, part = per_key_head - 1 - item % per_key_head;  // the longest first
-    const Rows rows(problem, blocks, place / problem.key_heads, place % problem.key_heads, part);
-    measure<T>(problem, rows, threshold, memory, results);
-  });
-}
-
 }  // namespace
 
 void measure(const Problem& problem, double threshold, RowStatistics* results) {
-  switch (problem.dtype) {
-    case c10::ScalarType::BFloat16: return measure_all<c10::BFloat16>(problem, threshold, results);
-    case c10::ScalarType::Half: return measure_all<c10::Half>(problem, threshold, results);
-    default: return measure_all<float>(problem, threshold, results);
-  }
+  const int64_t size = (LANES + BLOCK_ROWS) * padded(problem.head_dim) + TILE_KEYS * (BLOCK_ROWS + problem.head_dim);
+  with_dtype(problem.dtype, [&](auto zero) {
+    each_block(problem, size, [&](const Rows& rows, float* memory) {
+      measure<decltype(zero)>(problem, rows, threshold, memory, results);
+    });
+  });
 }
 
 }  // namespace hf_qknorm

@@ -120,4 +120,15 @@ void share_out(int64_t items, int64_t threads, int64_t memory, Work work) {
   });
 }
 
+// Run work(rows, memory) for all blocks of rows, those that see the most keys first.
+template <class Work>
+void each_block(const Problem& problem, int64_t memory, Work work) {
+  const Blocks blocks(problem);
+  const int64_t per_key_head = blocks.per_key_head(), items = problem.batch * problem.key_heads * per_key_head;
+  share_out(items, at::get_num_threads(), memory, [&](int64_t item, float* memory) {
+    const int64_t place = item / per_key_head, part = per_key_head - 1 - item % per_key_head;
+    work(Rows(problem, blocks, place / problem.key_heads, place % problem.key_heads, part), memory);
+  });
+}
+
 }  // namespace hf_qknorm

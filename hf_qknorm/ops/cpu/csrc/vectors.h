@@ -1,8 +1,9 @@
-// Vectors of fp32 numbers, conversions to and from the dtype of the heads, and scratch memory of a thread.
+// Vectors of fp32 numbers, the dtype of the heads and conversions, and scratch memory of a thread.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>  // first: with AVX2 it includes the next one, which can't begin by itself
 #include <ATen/cpu/vec/functional_base.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -76,6 +77,16 @@ inline void transpose(const float* from, int64_t from_stride, int64_t rows, int6
   for (int64_t r = 0; r < rows; r += LANES)
     for (int64_t c = 0; c < columns; c += LANES)
       at::vec::transpose_mxn<float, LANES, LANES>(from + r * from_stride + c, from_stride, to + c * to_stride + r, to_stride);
+}
+
+// Call run(number) with a number of the dtype of the heads.
+template <class Run>
+void with_dtype(c10::ScalarType dtype, const Run& run) {
+  switch (dtype) {
+    case c10::ScalarType::BFloat16: return run(c10::BFloat16());
+    case c10::ScalarType::Half: return run(c10::Half());
+    default: return run(float());
+  }
 }
 
 // Memory for fp32 numbers at the start of a cache line, freed with its owner.
