@@ -137,7 +137,6 @@ def _flags() -> list[str]:
         *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
         "-ffp-contract=off",  # products and sums are fused where the code says so, and alike in all passes
         *(*VECTORS[capability], *_bf16(capability), f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         *("-ltorch_cpu", "-lc10"),  # OpenMP, libgomp.so.1, is the one that torch has loaded, by its name
     ]
 
