@@ -45,7 +45,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(first_use, "_reasons", {})
     monkeypatch.setattr(cpu_kernels, "_served", set())
     monkeypatch.setattr(first_use, "_absent", set())
-    first_use._warn.cache_clear()
+    first_use._warned.cache_clear()
     forget_the_build()
     yield
     monkeypatch.undo()

@@ -89,23 +89,11 @@ def _can_check(q: Tensor) -> bool:
     return not (capturing or isinstance(q, FakeTensor) or torch._C._current_graph_task_id() != -1)
 
 
-def _verdict(device: torch.device, path: CodePath) -> str | None:
-    """The reason for distrust, or None: by the disk, else by a check."""
-    if not is_checked(device, path.operator):
-        return None
-    stored = verdict_files.read(device, path)
-    return checked(device, path) if stored is None else stored.reason
-
-
+@cache
 def _warned(reason: str | None, operator: OperatorName) -> str | None:
     """The same reason, after a warning for its first time."""
-    if reason is not None:
-        _warn(reason, operator)
-    return reason
-
-
-@cache
-def _warn(reason: str, operator: OperatorName) -> None:
+    if reason is None:
+        return None
     instead, off = "PyTorch norms and rotates instead", "set HF_QKNORM_CPU=0 in the environment"
     if operator == "cpu_statistics":
         instead = "PyTorch measures the logits instead"
@@ -122,6 +110,7 @@ def _warn(reason: str, operator: OperatorName) -> None:
         off,
         SWITCH,
     )
+    return reason
 
 
 def is_checked(device: torch.device, operator: OperatorName = "attention") -> bool:
@@ -132,17 +121,22 @@ def is_checked(device: torch.device, operator: OperatorName = "attention") -> bo
     return value == "1" and (operator in CPU_OPERATORS or device.type in CHECKED)
 
 
-def checked(device: torch.device, path: CodePath) -> str | None:
-    """Run the self-check of a path, keep its verdict on disk, and return the reason for distrust, or None.
+def _verdict(device: torch.device, path: CodePath) -> str | None:
+    """The reason for distrust, or None: by the disk, else by the self-check, whose verdict is kept there.
 
     Raises OutOfMemoryError. Other errors are reasons, and are kept if the kernels broke the device: a compiler's may
     have left by the next process.
     """
-    kept = True
+    if not is_checked(device, path.operator):
+        return None
+    stored = verdict_files.read(device, path)
+    if stored is not None:
+        return stored.reason
+    kept, failure = True, None
     try:
         name, found = self_check.check(path, device)
-        wrong = f"the {name} has a relative error of {found.error:.1e}, and {found.budget:.1e} is allowed"
-        failure = None if found.passed else wrong
+        if not found.passed:
+            failure = f"the {name} has a relative error of {found.error:.1e}, and {found.budget:.1e} is allowed"
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # drivers and compilers raise anything

@@ -164,9 +164,9 @@ def unchecked(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "_served", set())
     monkeypatch.setattr(first_use.verdict_files, "read", lambda *_: None)
     monkeypatch.setattr(first_use.verdict_files, "write", lambda *_: None)
-    first_use._warn.cache_clear()
+    first_use._warned.cache_clear()
     yield
-    first_use._warn.cache_clear()
+    first_use._warned.cache_clear()
 
 
 def served(norm: Norm) -> bool:

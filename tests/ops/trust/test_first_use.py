@@ -54,7 +54,7 @@ def restart(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget everything that a process remembers."""
     monkeypatch.setattr(first_use, "_reasons", {})
     monkeypatch.setattr(first_use, "_absent", set())
-    first_use._warn.cache_clear()
+    first_use._warned.cache_clear()
     verdict_files._warn.cache_clear()
 
 
