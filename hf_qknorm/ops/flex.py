@@ -11,13 +11,13 @@ import os
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_qknorm.ops.checks import why_not_ranges
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.types import DTYPES, Heads, Options, Visible
 
 BLOCK = 128  # queries and keys of a block of FlexAttention's mask
 GRAPHS = 64  # of different layers and calls, before torch raises an error
@@ -31,7 +31,7 @@ def why_not(heads: Heads, visible: Visible, options: Options) -> str | None:
         return why_not_ranges(visible)
     if options.dropout > 0:
         return "FlexAttention has no dropout"
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if q.dtype not in DTYPES:
         return f"FlexAttention computes in fp32, bf16 and fp16, got {q.dtype}"
     if not 16 <= q.shape[-1] <= 256:
         return f"FlexAttention takes a head_dim of 16 to 256 here, got {q.shape[-1]}"
@@ -104,10 +104,10 @@ def _attend(flex_attention: Callable[..., Any], heads: Heads, visible: Visible, 
             return_aux=None if sinks is None else AuxRequest(lse=True),
         )
     if sinks is None:
-        return cast(Tensor, found)
+        return found
     out, (lse, _) = found
     share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])  # of the keys beside the sink
-    return cast(Tensor, (out * share[..., None]).to(out.dtype))
+    return (out * share[..., None]).to(out.dtype)
 
 
 def cap(softcap: float) -> Callable[..., Tensor]:

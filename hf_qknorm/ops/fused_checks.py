@@ -14,10 +14,9 @@ from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
-from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, Heads, LayerCache, Norm, Options, Rotary, Visible
 
 _find_spec = functools.cache(importlib.util.find_spec)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -28,8 +27,8 @@ def why_not_fused(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     head_dim, size = max(q.shape[-1], v.shape[-1]), q.element_size()
     if q.dtype not in DTYPES:
         return f"the kernels compute in {', '.join(map(str, DTYPES))}, got {q.dtype}"
-    if head_dim > 256:
-        return f"head_dim is {head_dim}, and the kernels' registers hold 256 at most"
+    if head_dim > MOST_COLUMNS:
+        return f"head_dim is {head_dim}, and the kernels' registers hold {MOST_COLUMNS} at most"
     if head_dim * size % 16:
         return (
             f"head_dim is {head_dim}: rows of {q.dtype} must be multiples of 16 bytes, that is of {16 // size} numbers"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)  # of heads, that kernels take
+MOST_COLUMNS: Final = 256
 
 
 class Norm(NamedTuple):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.cpu import build, kernels
+from hf_qknorm.ops.cpu import attention, build
 from hf_qknorm.ops.types import Heads
 from qknorm_tests.tiled_cases import Case, Inputs, named
 
@@ -29,8 +29,8 @@ def cpu_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     """Output and gradients of the kernels."""
     with torch.no_grad():
         call = (inputs.heads, inputs.visible, case.options)
-        out, normaliser = kernels.forward(*call)
-        return named(out, *kernels.backward(*call, inputs.grad, out, normaliser))
+        out, normaliser = attention.forward(*call)
+        return named(out, *attention.backward(*call, inputs.grad, out, normaliser))
 
 
 def linear_memory_terms(case: Case, inputs: Inputs, dropout_mask: Tensor | None) -> dict[str, Tensor]:

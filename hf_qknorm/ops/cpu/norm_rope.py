@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from hf_qknorm.ops import operators
@@ -15,10 +14,8 @@ from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.operators import PARAMETERS, QUERIES_KEYS, Results
 from hf_qknorm.ops.registration import AS_NORMS, NO_ROTARY, NORM_ROPE, Operator, flatten_norms, is_plain
-from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, Heads, LayerCache, Norm, Options, Rotary, Visible
 
-DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16)
-MOST_COLUMNS: Final = 256
 NO_NORM: Final = Norm()
 
 
@@ -83,14 +80,12 @@ def append(heads: Heads, into: LayerCache) -> Tensor:
 
     Raises ValueError for tensors that do not fit, by name, before the cache changes.
     """
-    queries: Tensor = build.overload("append")(*_append_arguments(heads, into))
-    return queries
+    return build.overload("append")(*_append_arguments(heads, into))
 
 
 def step(heads: Heads, into: LayerCache, visible: Visible, options: Options) -> Tensor:
     """`append`, and attention of the queries to the whole cache without dropout: `[B, H, T, D]` as `[B, T, H, D]`."""
-    result: Tensor = build.overload("step")(*_append_arguments(heads, into), *visible[:2], *options[:4])
-    return result
+    return build.overload("step")(*_append_arguments(heads, into), *visible[:2], *options[:4])
 
 
 def _append_arguments(heads: Heads, into: LayerCache) -> tuple[Any, ...]:
@@ -110,8 +105,7 @@ def _arguments(x: Tensor, norm: Norm, rotary: Rotary | None) -> tuple[Any, ...]:
 
 
 def _forward(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
-    result: Tensor = build.operators().norm_rope(*_arguments(x, norm, rotary))
-    return result
+    return build.operators().norm_rope(*_arguments(x, norm, rotary))
 
 
 def _backward(

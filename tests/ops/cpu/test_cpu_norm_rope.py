@@ -12,7 +12,7 @@ from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.cpu import kernels, norm_rope
+from hf_qknorm.ops.cpu import attention, norm_rope
 from hf_qknorm.ops.registration import flatten_norms
 from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.trust.code_path import CodePath
@@ -68,7 +68,7 @@ def test_keys_and_values_are_written_behind_those_of_a_cache(case: Case) -> None
     for got, new in ((into.keys, wanted[1]), (into.values, heads.v)):
         assert torch.equal(got, torch.cat([before, new], 2))
     options, visible = Options(0.3, 5.0, causal=True, window=4), Visible(sinks=torch.randn(call.q.shape[1]))
-    attended = kernels.attend(Heads(queries, *into[:2]), visible, options)
+    attended = attention.attend(Heads(queries, *into[:2]), visible, options)
     assert torch.equal(norm_rope.step(heads, again, visible, options), attended)
     assert all(map(torch.equal, again[:2], into[:2]))
 

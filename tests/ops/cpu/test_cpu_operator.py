@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.library import opcheck
 
 from hf_qknorm.ops.cpu import attention as cpu
-from hf_qknorm.ops.cpu import kernels
 from hf_qknorm.ops.registration import flatten
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 from qknorm_tests.cpu_cases import cpu_dropout, cpu_results
@@ -102,7 +101,7 @@ def test_each_run_gives_the_same_bits(heads: int, threads: int) -> None:
     torch.set_num_threads(threads)
     try:
         runs = [cpu_results(case, inputs) for _ in range(3)]
-        assert kernels._key_parts(inputs.q, inputs.k) == (1 if threads == 1 else 2)
+        assert cpu._key_parts(inputs.q, inputs.k) == (1 if threads == 1 else 2)
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(run[name], result) for run in runs[1:] for name, result in runs[0].items())
@@ -146,7 +145,7 @@ def test_sinks_of_any_size(softcap: float | None, sink: float) -> None:
     heads = inputs.heads._replace(q=inputs.q[:, :, -1:])
     visible = inputs.visible._replace(ranges=inputs.ranges[:, -1:] if inputs.ranges is not None else None)
     with torch.no_grad():
-        few = kernels.attend(heads, visible, case.options)
+        few = cpu.attend(heads, visible, case.options)
     torch.testing.assert_close(few.double(), exact["out"][:, :, -1:], rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
@@ -166,9 +165,9 @@ def test_nothing_larger_than_the_heads_is_allocated(dtype: torch.dtype) -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 8, 2, 512, 512, 16, dtype=dtype))
     with torch.no_grad(), LargestStorage() as largest:
         call_ = (Heads(q, k, v), Visible(), CAPPED)
-        out, normaliser = kernels.forward(*call_)
-        kernels.backward(*call_, out, out, normaliser)
-        kernels.attend(Heads(q[:, :, :1], k, v), *call_[1:])
+        out, normaliser = cpu.forward(*call_)
+        cpu.backward(*call_, out, out, normaliser)
+        cpu.attend(Heads(q[:, :, :1], k, v), *call_[1:])
     assert largest.elements == q.numel()
 
 
@@ -176,12 +175,12 @@ def test_uninitialised_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> 
     case = Case(queries=150, keys=90, causal=True, softcap=5.0, ranges="left_padding", head_dim=24)
     inputs, one = draw_inputs(case, torch.bfloat16), replace(case, queries=1)
     few = draw_inputs(one, torch.bfloat16)
-    expected = cpu_results(case, inputs) | {"few": kernels.attend(few.heads, few.visible, one.options)}
+    expected = cpu_results(case, inputs) | {"few": cpu.attend(few.heads, few.visible, one.options)}
     plain = Tensor.new_empty
     monkeypatch.setattr(Tensor, "new_empty", lambda *args, **kwargs: plain(*args, **kwargs).fill_(torch.nan))
     torch.use_deterministic_algorithms(True)  # the C++ code's own tensors are filled with NaN
     try:
-        results = cpu_results(case, inputs) | {"few": kernels.attend(few.heads, few.visible, one.options)}
+        results = cpu_results(case, inputs) | {"few": cpu.attend(few.heads, few.visible, one.options)}
     finally:
         torch.use_deterministic_algorithms(False)
     for name, result in results.items():
@@ -193,11 +192,11 @@ def test_hidden_keys_of_few_rows_are_never_read() -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 1, 50, 32))
     for span in ((5, 43), (0, 1), (17, 50)):
         visible = Visible(torch.tensor([[span]], dtype=torch.int32))
-        expected = kernels.attend(Heads(q, k, v), visible, CAPPED)
+        expected = cpu.attend(Heads(q, k, v), visible, CAPPED)
         hidden = torch.ones(50, dtype=torch.bool)
         hidden[slice(*span)] = False
         poisoned = (x.masked_fill(hidden[:, None], torch.nan) for x in (k, v))
-        assert torch.equal(kernels.attend(Heads(q, *poisoned), visible, CAPPED), expected)
+        assert torch.equal(cpu.attend(Heads(q, *poisoned), visible, CAPPED), expected)
 
 
 @pytest.mark.costly
