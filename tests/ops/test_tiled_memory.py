@@ -7,7 +7,7 @@ from torch import Tensor
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
 from qknorm_tests.covering import covering
-from qknorm_tests.memory import LargestStorage
+from qknorm_tests.memory import LargestStorage, fill_new_memory
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tiled_cases import Case, draw_inputs, draw_ranges, dropout_mask, tiled_results
 
@@ -54,25 +54,6 @@ POISONED = [
 ]
 
 
-def poison(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Fill uninitialised tensors with NaN, and list their sizes."""
-    filled = []
-
-    def poisoned(function):  # type: ignore[no-untyped-def]
-        def empty(*args, **kwargs):  # type: ignore[no-untyped-def]
-            x = function(*args, **kwargs)
-            if x.is_floating_point():
-                x.fill_(torch.nan)
-                filled.append(x.numel())
-            return x
-
-        return empty
-
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"), (torch, "empty_strided")):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
-    return filled
-
-
 @pytest.mark.parametrize(("case", "dtype"), covering(POISONED, [torch.float32, torch.bfloat16], strength=1), ids=str)
 def test_uninitialised_memory_is_never_read(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = draw_inputs(case, dtype)
@@ -86,7 +67,7 @@ def test_uninitialised_memory_is_never_read(case: Case, dtype: torch.dtype, monk
         return results
 
     expected = everything()
-    filled = poison(monkeypatch)
+    filled = fill_new_memory(monkeypatch)
     got = everything()
     assert filled
     for name, result in got.items():

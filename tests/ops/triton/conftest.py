@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 from torch.utils._device import _device_constructors
+
+from qknorm_tests.memory import fill_new_memory
 
 _device_constructors()  # torch caches this list of functions: fill it before they are replaced
 
@@ -32,14 +31,5 @@ else:
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with NaN, so that missing writes and stray reads show."""
-
-    def poisoned(create: Any) -> Any:
-        def new(*arguments: Any, **options: Any) -> Tensor:
-            x = create(*arguments, **options)
-            return x.fill_(float("nan")) if x.is_floating_point() else x
-
-        return new
-
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    """New memory is NaN."""
+    fill_new_memory(monkeypatch)

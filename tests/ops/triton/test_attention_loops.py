@@ -19,6 +19,7 @@ from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, launch
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.kernel_cases import DEVICE, Problem, Raw, log_sum_exp, plain_problem, raw_problem, shrink_tiles
+from qknorm_tests.memory import fill_new_memory
 from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
@@ -32,10 +33,8 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def stale(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new memory with plausible numbers."""
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        create = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, create=create, **options: create(*args, **options).fill_(7))
+    """New memory has plausible numbers."""
+    fill_new_memory(monkeypatch, 7.0)
 
 
 def two_groups(

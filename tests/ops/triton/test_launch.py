@@ -9,10 +9,7 @@ import triton
 from hf_qknorm.ops.triton import launch
 from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER
 from hf_qknorm.ops.triton.arguments import Constants
-from hf_qknorm.ops.triton.launch import (
-    as_tiles,
-    dense,
-)
+from hf_qknorm.ops.triton.launch import as_tiles, dense
 from qknorm_tests.norm_cases import DEVICE, lay_out
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
