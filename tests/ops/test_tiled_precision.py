@@ -26,9 +26,13 @@ CASES = [
     *(Case(queries=n, keys=s, head_dim=64, causal=True, softcap=50.0) for n, s in ((1, 111), (65, 200), (111, 63))),
     *(Case(batch=1, heads=2, heads_kv=1, queries=1000, head_dim=64, causal=True, softcap=cap) for cap in (None, 50.0)),
 ]
+AT_THE_CAP = [
+    (Case(queries=111, head_dim=64, causal=True, softcap=softcap, sinks=sinks, spread=8.0), dtype)
+    for sinks, softcap, dtype in covering((False, True), (5.0, 50.0, 64.0, 70.0), DTYPES)
+]
 
 
-@pytest.mark.parametrize(("case", "dtype"), covering(CASES, DTYPES, strength=1), ids=str)
+@pytest.mark.parametrize(("case", "dtype"), [*covering(CASES, DTYPES, strength=1), *AT_THE_CAP], ids=str)
 def test_output_and_gradients_are_within_the_budget(case: Case, dtype: torch.dtype) -> None:
     inputs = draw_inputs(case, dtype)
     dropped = drawn_dropout(case, inputs)
@@ -53,17 +57,6 @@ def test_a_single_key_is_within_the_budget(softcap: float | None, dtype: torch.d
     for name in ("dq", "dk"):  # exactly zero, so only the absolute rounding error in fp32 counts
         assert float(exact[name].abs().max()) == 0
         assert float(got[name].abs().max()) <= 64 * torch.finfo(torch.float32).eps
-
-
-@pytest.mark.parametrize(
-    ("sinks", "softcap", "dtype"), covering((False, True), (5.0, 50.0, 64.0, 70.0), DTYPES), ids=str
-)
-def test_logits_driven_to_the_cap_stay_within_the_budget(sinks: bool, softcap: float, dtype: torch.dtype) -> None:
-    case = Case(queries=111, head_dim=64, causal=True, softcap=softcap, sinks=sinks, spread=8.0)
-    inputs = draw_inputs(case, dtype)
-    exact, eager = oracle_terms(case, inputs.to(torch.float64)), oracle_terms(case, inputs)
-    for name, result in tiled_results(case, inputs).items():
-        assert_within_budget(result, exact[name], eager[name], name)
 
 
 @pytest.mark.parametrize(("mask", "softcap", "dtype"), covering((None, "bool:B1TS", "add:B1TS"), CAPS, DTYPES), ids=str)
