@@ -142,7 +142,7 @@ def check_step(heads: Heads, visible: Visible, options: Options, cache: LayerCac
     if filled is not None and (filled.dtype != torch.int64 or filled.numel() != 1):
         raise ValueError(f"filled must be one number in torch.int64, got {list(filled.shape)} in {filled.dtype}")
     if keys.shape[2] < q.shape[2]:
-        raise ValueError(f"a cache of {list(keys.shape)} has no room for {q.shape[2]} tokens")
+        raise ValueError(f"a cache of keys {list(keys.shape)} has no room for {q.shape[2]} tokens")
     if options.dropout > 0:
         raise ValueError(f"a step of generation has no dropout, got {options.dropout}")
     _check_tensors(k, floating=False, filled=filled)

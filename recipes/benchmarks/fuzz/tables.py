@@ -147,7 +147,7 @@ NORM_ROPE: Final[Table] = {"q": FUSED_Q, "k": NEW_KEYS} | FUSED_NORMS
 NORM_ROPE_BACKWARD: Final[Table] = NORM_ROPE | {"dq": Line("B H T D", FLOATING), "dk": Line("B Hk T D", FLOATING)}
 CACHE: Final[Table] = {
     "v": Line("B Hk T D", OF_Q),
-    "keys": Line("B Hk S D", OF_Q, "rows"),
+    "keys": Line("B Hk S D", OF_Q, "rows", limits=(("S ≥ T", lambda sizes, values: sizes["S"] >= sizes["T"]),)),
     "values": Line("B Hk S D", OF_Q, "rows"),
 }
 STEP: Final[Table] = (
@@ -163,10 +163,7 @@ STEP: Final[Table] = (
 
 _UNLIKE_FUSED: Final = ("_kind", "_blend", "_stored_eps", "_eps", "_p")
 CPP_APPEND: Final[Table] = {
-    "q": Q,
-    "k": NEW_KEYS,
-    **{"v": CACHE["v"], "keys": replace(CACHE["keys"], limits=(("S ≥ T", lambda s, values: s["S"] >= s["T"]),))},
-    "values": CACHE["values"],
+    **{"q": Q, "k": NEW_KEYS, **CACHE},
     **{name: line for name, line in FUSED_NORMS.items() if not name.endswith(_UNLIKE_FUSED)},
     **{f"{side}_eps": CPP_NORM_ROPE["eps"] for side in "qk"},
 }

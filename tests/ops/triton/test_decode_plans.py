@@ -158,6 +158,6 @@ def test_a_repeated_step_over_keys_without_room_is_refused() -> None:
         step(keys)
     before = memory.clone()
     for keys in (3, 2, 1):
-        with pytest.raises(ValueError, match=rf"cache of \[2, 2, {keys}, 16\] has no room for 4 tokens"):
+        with pytest.raises(ValueError, match=rf"cache of keys \[2, 2, {keys}, 16\] has no room for 4 tokens"):
             step(keys)
     assert torch.equal(memory, before)
