@@ -1,8 +1,17 @@
-"""The GPUs that the kernels run on: how they load tiles, how much shared memory they have, and the sizes of tiles."""
+"""The GPUs that the kernels run on: how they load tiles, how much shared memory they have, and the sizes of tiles.
+
+Without Triton, too: the self-checks name the code of a call by the limits here.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
+
+CAP_WITHOUT_MAXIMUM = 64.0  # up to it the softmax needs no maximum: see ops/README.md
+# Of few queries over many keys, as `attention_decode` takes them:
+MOST_ROWS = 64  # of a tile; up to this many queries of a group's heads, one tile holds them all
+MOST_QUERIES = 1024  # of a group's heads: from here on tiles of one head's queries fill the processors
+LEAST_KEYS = 256  # of a program: with fewer it takes longer to start than to read
 
 
 class Tile(NamedTuple):

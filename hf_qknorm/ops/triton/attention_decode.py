@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_qknorm.ops.triton import schedule
+from hf_qknorm.ops.triton.architectures import LEAST_KEYS, MOST_QUERIES, MOST_ROWS
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArguments, Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, add_keys, from_sink
 from hf_qknorm.ops.triton.launch import (
@@ -31,9 +32,6 @@ from hf_qknorm.ops.triton.launch import (
 from hf_qknorm.ops.triton.score_math import QueryBlock, QueryRows, keys_seen
 from hf_qknorm.ops.types import Options, Visible, laid_out
 
-MOST_ROWS = 64  # of a tile; up to this many queries of a group's heads, one tile holds them all
-MOST_QUERIES = 1024  # of a group's heads: from here on tiles of one head's queries fill the processors
-LEAST_KEYS = 256  # of a program: with fewer it takes longer to start than to read
 MOST_COMBINED = 16  # rows whose sums a program combines on its own faster than another launch does
 COMBINED_ROWS = 4  # of each program of that launch
 COMBINED = tl.constexpr(8192)  # numbers of the sums that a program reads at once

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.triton import attention, attention_decode, norm_rope
+from hf_qknorm.ops.triton.architectures import MOST_ROWS
 from hf_qknorm.ops.triton.plans import Growing
 from hf_qknorm.ops.types import Heads, LayerCache, Options, Visible
 
@@ -54,5 +55,5 @@ def _growing(q: Tensor, k: Tensor, v: Tensor, keys: str, values: str) -> Growing
     known = k.shape == v.shape and q.dim() == k.dim() == 4 and q.numel() and k.numel() and q.shape[1] >= k.shape[1]
     if not known:
         return None  # the operator's checks come later
-    few = attention_decode.rows_of(q, k) <= attention_decode.MOST_ROWS
+    few = attention_decode.rows_of(q, k) <= MOST_ROWS
     return Growing(keys, values, attention_decode.splits(q, k)) if few else None

@@ -16,15 +16,20 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hf_qknorm.ops.triton.architectures import ARCHITECTURES, HOPPER, Architecture, Tile, Tiles
+from hf_qknorm.ops.triton.architectures import (
+    ARCHITECTURES,
+    CAP_WITHOUT_MAXIMUM,
+    HOPPER,
+    Architecture,
+    Tile,
+    Tiles,
+)
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
 
 LOG2E = math.log2(math.e)
 INTERPRETED: Final[bool] = triton.knobs.runtime.interpret
 
-# Logits in nats, and a cap, up to which the softmax needs no maximum: see ops/README.md.
-BOUND_WITHOUT_MAXIMUM = 60.0
-CAP_WITHOUT_MAXIMUM = 64.0
+BOUND_WITHOUT_MAXIMUM = 60.0  # logits in nats up to which the softmax needs no maximum: see ops/README.md
 POLYNOMIAL_LIMIT = 0.6  # |score| up to which the polynomial replaces tanh
 
 

@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_qknorm.ops.triton.architectures import CAP_WITHOUT_MAXIMUM, LEAST_KEYS, MOST_QUERIES
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 
 OperatorName = Literal[
@@ -23,14 +24,9 @@ OperatorName = Literal[
     "cpu_norm_rope",
 ]
 
-SMALL_CAP: Final = 64.0  # up to it the kernels' softmax needs no maximum: `launch.CAP_WITHOUT_MAXIMUM`
-# Rows are the queries of a key head's query heads. With fewer of them, over a cache, the keys may be split.
-FEW_ROWS: Final = 1024  # `attention_decode.MOST_QUERIES`
-MANY_KEYS: Final = 256  # `attention_decode.LEAST_KEYS`
 NORM_OPERATORS: Final = ("norm_rope", "norm_rope_one", "cpu_norm_rope")
 STEPS: Final = ("step", "append")  # over a static cache, or behind the keys of a dynamic one
 CPU_OPERATORS: Final = ("cpu", "cpu_statistics", "cpu_norm_rope")
-NO_ENDS: Final = (None, None, None)  # neither norms nor a rotation
 
 
 class NormPath(NamedTuple):
@@ -104,7 +100,7 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: OperatorN
     # Gains mostly need gradients, and so do raw heads.
     gradient = torch.is_grad_enabled() and (raw or q.requires_grad or k.requires_grad or v.requires_grad)
     path = operator, q.dtype, index(head_dim), index(group), gradient
-    ends: tuple[Any, ...] = NO_ENDS
+    ends: tuple[Any, ...] = None, None, None  # neither norms nor a rotation
     if raw:
         turned = None if rotary is None else (2 * rotary.cos.shape[-1], rotary.interleaved, rotary.cos.dtype)
         ends = _norm_path(q_norm), _norm_path(k_norm), turned
@@ -112,19 +108,14 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: OperatorN
             return *path, 0, True, *ends
     queries, many_keys = 0, True
     over_cache = operator not in CPU_OPERATORS and (operator in STEPS or not raw)
-    if over_cache and not torch.compiler.is_compiling() and length < keys and group * length < FEW_ROWS:
-        queries, many_keys = _most_queries(group, length), keys >= MANY_KEYS
+    if over_cache and not torch.compiler.is_compiling() and length < keys and group * length < MOST_QUERIES:
+        rows = 1 << (group * length - 1).bit_length()  # the most that fill the same tiles
+        queries, many_keys = min(rows, MOST_QUERIES - 1) // group, keys >= LEAST_KEYS
     ranges, sinks, _, _ = visible
     _, softcap, causal, window, dropout = options
-    cap = "none" if softcap is None else "small" if softcap <= SMALL_CAP else "large"
+    cap = "none" if softcap is None else "small" if softcap <= CAP_WITHOUT_MAXIMUM else "large"
     switches = causal, window is not None, ranges is not None, sinks is not None, not dropout <= 0
     return *path, queries, many_keys, *ends, cap, *switches
-
-
-def _most_queries(group: int, length: int) -> int:
-    """The most queries whose rows fill the same tiles as `length` queries: up to the same power of two."""
-    rows = 1 << (group * length - 1).bit_length()
-    return min(rows, FEW_ROWS - 1) // group
 
 
 def _norm_path(norm: Norm) -> tuple[Any, ...] | None:

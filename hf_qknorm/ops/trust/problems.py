@@ -9,6 +9,7 @@ from torch import Tensor
 
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.cpu import attention as cpu_attention
+from hf_qknorm.ops.triton.architectures import MOST_ROWS
 from hf_qknorm.ops.trust.code_path import STEPS, CodePath, NormPath
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
@@ -17,8 +18,7 @@ SHORT = 40  # the length where there are many sequences
 LONGER = 7  # times LENGTH is a length of so many tiles that several programs share a block
 FEW_HEADS = 4  # query heads for a key head, at most, that leave processors idle
 KEYS, FEW_KEYS = 600, 100  # in a cache
-SPLIT_ROWS = 64  # `attention_decode.MOST_ROWS`: for so many rows or fewer, keys are split in any case
-FEW_QUERIES = 80  # more than SPLIT_ROWS
+FEW_QUERIES = MOST_ROWS + 16  # for MOST_ROWS rows or fewer, keys are split in any case
 CAPS = {"none": None, "small": 5.0, "large": 80.0}
 WINDOW, RATE, SEED = 70, 0.25, 7
 
@@ -58,9 +58,9 @@ def problems(path: CodePath, device: torch.device) -> list[Problem]:
         found.append(draw(path, device, batch, SHORT))
     if path.operator == "attention" and path.group <= FEW_HEADS and not path.queries:
         found.append(draw(path, device, 1, LONGER * LENGTH, heads_kv=1))
-    if path.operator in ("attention", *STEPS) and path.many_keys and path.queries * path.group > SPLIT_ROWS:
+    if path.operator in ("attention", *STEPS) and path.many_keys and path.queries * path.group > MOST_ROWS:
         batch = _processors(device) // (2 * first.heads.q.shape[1]) + 1
-        found.append(draw(path._replace(queries=SPLIT_ROWS // path.group + 1), device, batch))
+        found.append(draw(path._replace(queries=MOST_ROWS // path.group + 1), device, batch))
     return [problem._replace(dropout_mask=dropout_mask(problem)) if path.dropout else problem for problem in found]
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_qknorm.ops.trust.code_path import FEW_ROWS, MANY_KEYS, SMALL_CAP, CodePath, NormPath, fields
-from hf_qknorm.ops.trust.problems import FEW_KEYS, FEW_QUERIES, SPLIT_ROWS
+from hf_qknorm.ops.triton.architectures import MOST_QUERIES
+from hf_qknorm.ops.trust.code_path import CodePath, NormPath, fields
 from hf_qknorm.ops.types import Norm, Rotary
 from qknorm_tests.operator_calls import call
 
@@ -17,18 +17,14 @@ HEADS = Q, *_ = [torch.zeros(2, n, 9, 16) for n in (4, 2, 2)]
 K = torch.zeros(2, 2, 300, 16)
 FULL = torch.float32
 CALLS = [
-    ((Q, *HEADS[1:]), {"softcap": 50.0, "causal": True}, {"cap": "small", "causal": True}),
-    (
-        (Q, *HEADS[1:]),
-        {"softcap": 65.0, "window": 3, "dropout": 0.1},
-        {"cap": "large", "window": True, "dropout": True},
-    ),
+    (HEADS, {"softcap": 50.0, "causal": True}, {"cap": "small", "causal": True}),
+    (HEADS, {"softcap": 65.0, "window": 3, "dropout": 0.1}, {"cap": "large", "window": True, "dropout": True}),
     ((Q, K, K), {"sinks": torch.zeros(4)}, {"sinks": True, "queries": 16}),
     ((Q, K[:, :, :20], K[:, :, :20]), {}, {"queries": 16, "many_keys": False}),
     ((torch.zeros(2, 256, 9, 16), K, K), {}, {"group": 128}),
     ((Q.clone().requires_grad_(), *HEADS[1:]), {}, {"gradient": True}),
     (
-        (Q, *HEADS[1:]),
+        HEADS,
         {"q_norm": RMS, "k_norm": SCALAR, "rotary": ROTARY, "ranges": torch.zeros(2, 9, 2, dtype=torch.int32)},
         {
             "q_norm": NormPath("rms", 2.0, 1, None, FULL, False, True),
@@ -56,14 +52,5 @@ def test_a_check_has_as_many_rows_as_its_calls_up_to_a_power_of_two(group):
     for length in range(1, 1023 // group + 1):
         heads = [torch.empty(1, n, rows, 1, device="meta") for n, rows in ((group, length), (1, 2000), (1, 2000))]
         queries = CodePath.of(fields(*call(*heads), "attention")).queries
-        assert length <= queries < FEW_ROWS / group
+        assert length <= queries < MOST_QUERIES / group
         assert (group * queries - 1).bit_length() == (group * length - 1).bit_length()
-
-
-def test_limits_are_the_kernels_own():
-    pytest.importorskip("triton")
-    from hf_qknorm.ops.triton import attention_decode, launch
-
-    assert SMALL_CAP == launch.CAP_WITHOUT_MAXIMUM
-    assert (FEW_ROWS, MANY_KEYS) == (attention_decode.MOST_QUERIES, attention_decode.LEAST_KEYS)
-    assert FEW_KEYS > FEW_QUERIES > SPLIT_ROWS == attention_decode.MOST_ROWS
