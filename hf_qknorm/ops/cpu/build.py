@@ -133,17 +133,13 @@ def _compiler() -> list[str]:
 def _flags() -> list[str]:
     """The part of the command that decides on the library, wherever the sources and torch lie."""
     capability = torch.backends.cpu.get_cpu_capability()
+    bf16 = ["-mavx512bf16"] if capability == "AVX512" and torch.cpu.get_capabilities()["avx512_bf16"] else []
     return [
         *("-std=c++20", "-O3", "-fPIC", "-shared", "-fopenmp", "-fvisibility=hidden", "-w"),
         "-ffp-contract=off",  # products and sums are fused where the code says so, and alike in all passes
-        *(*VECTORS[capability], *_bf16(capability), f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
+        *(*VECTORS[capability], *bf16, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}"),
         *("-ltorch_cpu", "-lc10"),  # OpenMP, libgomp.so.1, is the one that torch has loaded, by its name
     ]
-
-
-def _bf16(capability: str) -> tuple[str, ...]:
-    """The flag of instructions that multiply bf16 numbers, for a CPU that has them."""
-    return ("-mavx512bf16",) if capability == "AVX512" and torch.cpu.get_capabilities()["avx512_bf16"] else ()
 
 
 def _command(*files: str) -> list[str]:

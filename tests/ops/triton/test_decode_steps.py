@@ -91,18 +91,9 @@ class Tokens(NamedTuple):
 
     def full_pass(self, steps: Steps, dtype: torch.dtype) -> Tensor:
         """The oracle's output for all tokens at once."""
-
-        def ready(x: Tensor, norm: Norm) -> Tensor:
-            assert norm.gain is not None
-            gain = norm.gain.to(dtype)
-            x = reference.norm_rope_one(x.to(dtype), norm._replace(gain=gain), None)
-            cos, sin = (torch.cat([angle, angle], -1)[:, None].to(dtype) for angle in self.rotary[:2])
-            left, right = x.chunk(2, -1)
-            return x * cos + torch.cat([-right, left], -1) * sin
-
-        q, k = (ready(x, norm) for x, norm in zip((self.q, self.k), self.norms, strict=True))
+        heads = Heads(*(x.to(dtype) for x in self[:3]), *self.norms, self.rotary)
         visible, options = Visible(steps.ranges, self.sinks), Options(steps.head_dim**-0.5, steps.softcap)
-        return reference.attend(Heads(q, k, self.v.to(dtype)), visible, options).out
+        return reference.attend(heads, visible, options).out
 
 
 def generate(steps: Steps, tokens: Tokens) -> Tensor:
