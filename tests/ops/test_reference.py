@@ -1,4 +1,4 @@
-"""The oracle's head norms, against torch's own definitions."""
+"""The oracle's head norms and rotation, against the definitions of torch and transformers."""
 
 from functools import partial
 
@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as interleaved
+from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as halves
 
 from hf_qknorm.ops.norms import SHARPNESSES
-from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.ops.reference import head_norm, norm_rope, norm_rope_one
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 from qknorm_tests.covering import covering
 
 HEADS, DIM = 3, 12
@@ -199,3 +202,27 @@ def test_gradients_are_those_of_the_definition(norm: str, p: float, gain: str) -
 def test_an_unknown_norm_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown norm 'batch'"):
         head_norm(draw(1, 1, 4), "batch")
+
+
+@pytest.mark.parametrize("width", [4, DIM])
+@pytest.mark.parametrize("rotate", [halves, interleaved], ids=["half", "interleaved"])
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+def test_the_rotation_after_the_norm_is_that_of_transformers(norm, rotate, width):
+    q, k, v = (draw(2, heads, 7, DIM, seed=heads) for heads in (HEADS, 1, 2))
+    gain = draw(DIM) if norm != "none" else None
+    angle = draw(2, 7, width // 2)
+    normed = [
+        x if norm == "none" else head_norm(x.transpose(1, 2), norm, gain).transpose(1, 2).contiguous() for x in (q, k)
+    ]
+    expected = rotate(*normed, *(torch.cat([x, x], -1) for x in (angle.cos(), angle.sin())))
+    one, rotary = Norm(norm, gain), Rotary(angle.cos(), angle.sin(), rotate is interleaved)
+    found = norm_rope(Heads(q, k, v, one, one, rotary))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+    assert torch.equal(norm_rope_one(q, one, rotary), found[0])
+
+
+def test_the_rotation_is_rounded_once():
+    x, angle = draw(2, HEADS, 7, DIM, dtype=torch.bfloat16), draw(2, 7, DIM // 2)
+    rotary = Rotary(angle.cos(), angle.sin(), False)
+    assert torch.equal(norm_rope_one(x, Norm(), rotary), norm_rope_one(x.double(), Norm(), rotary).bfloat16())
+    assert torch.equal(norm_rope_one(x, Norm(), None), x)
