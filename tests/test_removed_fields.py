@@ -12,7 +12,7 @@ import torch
 
 from hf_qknorm import SCHEMES, Scheme, cli, patch_model
 from hf_qknorm.scheme import REMOVED, STORED
-from qknorm_tests.folders import loaded, logits, save
+from qknorm_tests.folders import edit_config, loaded, logits, save
 from qknorm_tests.tables import randomise, sharp_model
 
 IN_USE = {"temperature": "learned", "sinks": "learned", "length_scale": 256, "width": "all"}
@@ -25,12 +25,6 @@ def older_pickle(fields: dict[str, Any]) -> bytes:
     scheme = pickle.loads(pickle.dumps(NEW))
     vars(scheme).update(fields)
     return pickle.dumps(scheme)
-
-
-def add_fields(folder: Path, fields: dict[str, Any]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    config["qk_norm"] |= fields
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_fields_without_effect_are_passed_over() -> None:
@@ -60,7 +54,7 @@ def test_what_is_written_is_what_version_0_2_reads() -> None:
 
 def test_an_older_checkpoint_gives_the_same_bits(tmp_path: Path) -> None:
     model = randomise(patch_model(sharp_model("llama"), NEW, attn_implementation="hf_qknorm"))
-    add_fields(save(model, tmp_path / "older"), REMOVED)
+    edit_config(save(model, tmp_path / "older"), lambda config: config["qk_norm"].update(REMOVED))
     again = loaded(tmp_path / "older")
     assert torch.equal(logits(again), logits(model))
     written = json.loads((save(again, tmp_path / "new") / "config.json").read_text())["qk_norm"]
@@ -69,7 +63,8 @@ def test_an_older_checkpoint_gives_the_same_bits(tmp_path: Path) -> None:
 
 @every_field
 def test_an_older_checkpoint_with_a_field_in_use_is_refused(field: str, tmp_path: Path, capsys: Any) -> None:
-    add_fields(save(patch_model(sharp_model("llama"), NEW), tmp_path / "older"), {field: IN_USE[field]})
+    save(patch_model(sharp_model("llama"), NEW), tmp_path / "older")
+    edit_config(tmp_path / "older", lambda config: config["qk_norm"].update({field: IN_USE[field]}))
     with pytest.raises(ValueError, match=f"scheme field '{field}' .*needs hf_qknorm 0.2"):
         loaded(tmp_path / "older")
     assert cli.main(["export", str(tmp_path / "older"), str(tmp_path / "out")]) != 0

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -23,6 +22,7 @@ from transformers import (
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.standalone.notice import NOTICES
 from qknorm_tests.children import child
+from qknorm_tests.folders import edit, edit_config
 from qknorm_tests.tables import randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
 
@@ -67,9 +67,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def as_first_version(folder: Path, copy: Path) -> Path:
     """The checkpoint as version 0.1.0 wrote it, in which transformers alone finds no error."""
     shutil.copytree(folder, copy)
-    config = json.loads((copy / "config.json").read_text())
-    (copy / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in NOTICES}))
-    return copy
+    return edit_config(copy, lambda config: [config.pop(name) for name in NOTICES])
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -109,10 +107,12 @@ def llava() -> Any:
 def test_a_patched_tower_is_checked_too(damage, tmp_path):
     randomise(patch_model(llava(), NORMED)).save_pretrained(tmp_path)
     assert LlavaForConditionalGeneration.from_pretrained(tmp_path) is not None
-    weights = load_file(tmp_path / "model.safetensors")
-    name = sorted(name for name in weights if name.endswith("q_norm.weight"))[-1]
-    weights[name] = weights[name].to(torch.int8) if damage == "dtype" else torch.ones(7)
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+
+    def harm(weights: dict[str, torch.Tensor]) -> None:
+        name = max(name for name in weights if name.endswith("q_norm.weight"))
+        weights[name] = weights[name].to(torch.int8) if damage == "dtype" else torch.ones(7)
+
+    edit(tmp_path, harm)
     expected = "q_norm.weight' has dtype I8" if damage == "dtype" else r"q_norm.weight' is \[7\], expected \[16\]"
     with pytest.raises(ValueError, match=expected):
         LlavaForConditionalGeneration.from_pretrained(tmp_path)

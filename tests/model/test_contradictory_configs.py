@@ -15,6 +15,7 @@ from hf_qknorm import SCHEMES, Scheme, convert_checkpoint, patch_model
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.model.derived import derived_config, derived_model
 from hf_qknorm.scheme import STORED
+from qknorm_tests.folders import edit_config
 from qknorm_tests.tables import randomise, sharp_model
 from qknorm_tests.tiny import TINY
 
@@ -39,7 +40,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"qk_norm": replace(PLAIN, knee=4.0).to_dict()},
         "has a knee of 4 and no qk_norm_powers, .* nor do the weights hold eps for model.layers.0.self_attn",
     ),
-    "a negative knee": ({"qk_norm": {**PLAIN.to_dict(), "knee": -1}}, "knee=-1. is not possible: expected a finite"),
+    "a knee beyond floats": (
+        {"qk_norm": {**PLAIN.to_dict(), "knee": 10**400}},
+        "knee=10.* is not possible: expected a finite",
+    ),
     "a knee without a norm": (
         {"qk_norm": {**Scheme(softcap=5.0).to_dict(), "knee": 1}},
         "knee=1.0. is not possible: expected 0 unless q, k or v is normed",
@@ -78,9 +82,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def edit(folder: Path, changes: dict[str, Any]) -> Path:
-    file = folder / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return folder
+    return edit_config(folder, lambda config: config.update(changes))
 
 
 @pytest.fixture

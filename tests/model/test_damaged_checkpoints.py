@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -22,6 +21,7 @@ from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.model.derived import derived_model
 from qknorm_tests.children import child
 from qknorm_tests.covering import covering
+from qknorm_tests.folders import edit, edit_config
 from qknorm_tests.tables import MODEL_TYPES, applies, randomise, sharp_model
 
 NORMED = [t for t in MODEL_TYPES if not FAMILIES[t].own_norms]
@@ -46,21 +46,11 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def edit_weights(folder: Path, edit: Callable[[dict[str, torch.Tensor], str], None]) -> str:
-    """Apply `edit` to the weights and the name of the last query gain, which is returned."""
-    file = folder / "model.safetensors"
-    weights = load_file(file)
-    name = sorted(name for name in weights if name.endswith("q_norm.weight"))[-1]
-    edit(weights, name)
-    save_file(weights, file, metadata={"format": "pt"})
+def edit_gain(folder: Path, change: Callable[[dict[str, torch.Tensor], str], object]) -> str:
+    """Apply `change` to the weights and the name of the last query gain, which is returned."""
+    name = max(name for name in load_file(folder / "model.safetensors") if name.endswith("q_norm.weight"))
+    edit(folder, lambda weights: change(weights, name))
     return name
-
-
-def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    file = folder / "config.json"
-    config = json.loads(file.read_text())
-    edit(config)
-    file.write_text(json.dumps(config))
 
 
 def refusal(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> str:
@@ -71,7 +61,7 @@ def refusal(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> s
 
 @each_way
 def test_a_missing_gain(checkpoint, auto, ignore):
-    name = edit_weights(checkpoint, lambda weights, name: weights.pop(name))
+    name = edit_gain(checkpoint, lambda weights, name: weights.pop(name))
     message = refusal(checkpoint, auto, ignore_mismatched_sizes=ignore)
     assert "1 norm parameters are missing" in message
     assert name.split(".", 1)[1] in message
@@ -80,7 +70,7 @@ def test_a_missing_gain(checkpoint, auto, ignore):
 
 @pytest.mark.parametrize("ignore", [False, True])
 def test_a_gain_of_another_shape(checkpoint, ignore):
-    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: torch.ones(7)}))
+    name = edit_gain(checkpoint, lambda weights, name: weights.update({name: torch.ones(7)}))
     message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
     assert f"of another shape in the weights ('{name}' is [7], expected [4, 16])" in message
     assert str(SCHEME) in message
@@ -92,14 +82,14 @@ def test_a_gain_of_another_shape(checkpoint, ignore):
     ids=str,
 )
 def test_an_integer_gain(checkpoint, auto, dtype):
-    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(dtype)}))
+    name = edit_gain(checkpoint, lambda weights, name: weights.update({name: weights[name].to(dtype)}))
     message = refusal(checkpoint, auto)
     assert "model.safetensors" in message
     assert f"{name!r} has dtype" in message
 
 
 def test_an_integer_gain_in_memory_or_pickled(checkpoint):
-    name = edit_weights(checkpoint, lambda weights, name: weights.update({name: weights[name].to(torch.int8)}))
+    name = edit_gain(checkpoint, lambda weights, name: weights.update({name: weights[name].to(torch.int8)}))
     weights = load_file(checkpoint / "model.safetensors")
     config = AutoConfig.from_pretrained(checkpoint)
     (checkpoint / "model.safetensors").unlink()

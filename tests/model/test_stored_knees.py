@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -18,6 +18,7 @@ from hf_qknorm import Scheme, patch_model
 from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.knees import apply_knee, powers_of
+from qknorm_tests.folders import edit, edit_config
 from qknorm_tests.kneed import as_older, eps_of
 from qknorm_tests.tables import make_batch, randomise, sharp_model
 
@@ -69,18 +70,6 @@ def checkpoint(tmp_path: Path) -> Path:
 def older(checkpoint: Path) -> Path:
     assert NAME in as_older(checkpoint)
     return checkpoint
-
-
-def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def check_round_trip(folder: Path, options: dict[str, Any], again: Path) -> None:
@@ -147,7 +136,7 @@ def test_the_knee_of_an_offloaded_model_can_be_changed(offload_buffers, checkpoi
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_an_eps_of_another_floating_dtype_becomes_fp32(dtype, older):
-    edit_weights(older, lambda weights: weights.update({NAME: weights[NAME].to(dtype)}))
+    edit(older, lambda weights: weights.update({NAME: weights[NAME].to(dtype)}))
     loaded = AutoModelForCausalLM.from_pretrained(older, dtype=torch.bfloat16)
     assert float(eps_of(loaded)[NAME]) == pytest.approx(float(eps_of(made())[NAME].to(dtype)), rel=1e-6)
     assert eps_of(loaded)[NAME].dtype == torch.float32
@@ -184,16 +173,16 @@ def test_wrong_powers_are_refused(wrong, checkpoint):
 
 
 def test_weights_that_contradict_the_config_are_refused(checkpoint):
-    edit_weights(checkpoint, lambda weights: weights[NAME].mul_(1.5))
+    edit(checkpoint, lambda weights: weights[NAME].mul_(1.5))
     with pytest.raises(ValueError, match=rf"{NAME} is .* in the weights, and .* by the knee and the qk_norm_powers of"):
         AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
 def test_weights_without_eps_or_with_a_rounded_one_have_the_powers_of_the_config(checkpoint):
     """As weights that were saved from shards, or rounded by another tool."""
-    edit_weights(checkpoint, lambda weights: weights.update({NAME: weights[NAME].bfloat16()}))
+    edit(checkpoint, lambda weights: weights.update({NAME: weights[NAME].bfloat16()}))
     assert_equal_eps(AutoModelForCausalLM.from_pretrained(checkpoint), made())
-    edit_weights(checkpoint, lambda weights: [weights.pop(name) for name in eps_of(made())])
+    edit(checkpoint, lambda weights: [weights.pop(name) for name in eps_of(made())])
     assert_equal_eps(AutoModelForCausalLM.from_pretrained(checkpoint), made())
 
 
@@ -218,7 +207,7 @@ HARMED: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 @pytest.mark.parametrize("harm", HARMED)
 def test_an_invalid_eps_is_refused(harm, older):
     change, message = HARMED[harm]
-    edit_weights(older, change)
+    edit(older, change)
     message = message.replace("{name}", re.escape(NAME)) + r"[\s\S]*Restore the"
     for options in ({}, {"ignore_mismatched_sizes": True}, {"dtype": torch.float16, "device_map": "cpu"}):
         with pytest.raises(ValueError, match=message):
@@ -273,14 +262,3 @@ def test_a_rank_that_reads_no_weights_has_the_powers(checkpoint, monkeypatch, pr
 @pytest.mark.parametrize("how", IN_MEMORY)
 def test_round_trip_of_an_older_checkpoint(how, older, tmp_path):
     check_round_trip(older, IN_MEMORY[how], tmp_path / "again")
-
-
-def edit_scheme(folder: Path, **fields: Any) -> None:
-    edit_config(folder, lambda config: config["qk_norm"].update(fields))
-
-
-@pytest.mark.parametrize("knee", [-1.0, float("nan"), float("inf"), "4", True, None, 10**400], ids=str)
-def test_an_impossible_knee_is_refused(knee, checkpoint):
-    edit_scheme(checkpoint, knee=knee)
-    with pytest.raises(ValueError, match=r"Scheme\(knee=.* is not possible: expected a finite number ≥ 0"):
-        AutoModelForCausalLM.from_pretrained(checkpoint)

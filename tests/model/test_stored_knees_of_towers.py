@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_stored_knees import HARMED, NAME, edit_weights
+from test_stored_knees import HARMED, NAME
 from test_towers import made as made_tower
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
 from hf_qknorm import Scheme, patch_model
+from qknorm_tests.folders import edit
 from qknorm_tests.kneed import as_older, eps_of
 from qknorm_tests.tables import randomise
 
@@ -46,6 +47,6 @@ def test_an_invalid_eps_of_a_tower_is_refused(harm, llava):
         if NAME in weights:
             weights[stored] = weights.pop(NAME)
 
-    edit_weights(llava, change_stored)
+    edit(llava, change_stored)
     with pytest.raises(ValueError, match=message.replace("{name}", r"[\w.]*layers\.1\.self_attn\.k_norm\.eps")):
         AutoModelForImageTextToText.from_pretrained(llava)

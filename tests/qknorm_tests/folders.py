@@ -47,6 +47,14 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
+def edit_config(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Change the settings in a checkpoint's config.json; return the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def configure(folder: Path, **settings: Any) -> None:
     """Change settings of a checkpoint's config; None removes one."""
     config = json.loads((folder / "config.json").read_text()) | settings
