@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from transformers import MoshiForConditionalGeneration, PreTrainedModel
 
-from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm import SCHEMES, patch_model, unpatch_model
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.error_budget import error
 from qknorm_tests.tables import (
     OLD_TRANSFORMERS,
     OWN_INPUTS,
+    assert_backends_agree,
     assert_identical,
     assert_near,
     fingerprint,
@@ -115,27 +116,11 @@ def test_norm_and_cap(model_type, tmp_path: Path):
 
 
 @pytest.mark.parametrize("model_type", OWN_INPUTS)
-@torch.no_grad()
 def test_backends_agree(model_type):
     model, batch = made(model_type), batch_for(model_type, labels=False)
-    if model.config._attn_implementation != "eager":
-        model.set_attn_implementation("eager")
     real = batch.get("attention_mask", torch.ones(BATCH, LENGTH)).bool()
     rows = real if model_type == "git" else real.repeat_interleave(BOOKS, 0)
-
-    def logits() -> Tensor:
-        return model(**batch).logits[:, -LENGTH:][rows]
-
-    expected = logits()
-    patch_model(model, "none")
-    for backend in ("hf_qknorm", "hf_qknorm_eager"):
-        model.set_attn_implementation(backend)
-        assert_near(logits(), expected, TOLERANCE, backend)
-    patch_model(unpatch_model(model), Scheme(softcap=0.5))
-    capped = logits()
-    assert error(capped, expected) > 10 * TOLERANCE
-    model.set_attn_implementation("eager")
-    assert_near(logits(), capped, TOLERANCE, "capped")
+    assert_backends_agree(model, lambda: model(**batch).logits[:, -LENGTH:][rows], TOLERANCE)
 
 
 def test_a_model_with_layers_of_two_configs_is_refused():

@@ -24,6 +24,7 @@ from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.ops.types import Rotary
 from qknorm_tests.tables import (
     OLD_TRANSFORMERS,
+    assert_backends_agree,
     assert_identical,
     assert_near,
     fingerprint,
@@ -196,21 +197,10 @@ def test_steps_without_positions(case):
     assert_near(torch.cat(steps, 1), model(ids, use_cache=False).logits[:, 16:], TOLERANCE)
 
 
-@torch.no_grad()
 def test_backends_agree(case):
     """Windows, sinks and masks reach the package's attention as they reach the model's own."""
     model, batch = made(case), make_batch("plain" if case in SCORES_PADDING else "left", labels=False)
-    model.set_attn_implementation("eager")
-    expected = model(**batch).logits[real(batch)]
-    patch_model(model, "none")
-    for backend in ("hf_qknorm", "hf_qknorm_eager"):
-        model.set_attn_implementation(backend)
-        assert_near(model(**batch).logits[real(batch)], expected, TOLERANCE, backend)
-    patch_model(unpatch_model(model), replace(SCHEMES["soft_cap"], softcap=2.0))
-    capped = model(**batch).logits[real(batch)]
-    assert (capped - expected).abs().max() > 1e-3
-    model.set_attn_implementation("eager")
-    assert_near(model(**batch).logits[real(batch)], capped, TOLERANCE, "capped")
+    assert_backends_agree(model, lambda: model(**batch).logits[real(batch)], TOLERANCE)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -28,8 +29,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.children import child
-from qknorm_tests.error_budget import error
-from qknorm_tests.tables import assert_identical, assert_near, fingerprint, randomise
+from qknorm_tests.tables import assert_backends_agree, assert_identical, assert_near, fingerprint, randomise
 from qknorm_tests.tiny import tiny_config
 from qknorm_tests.vision_cases import CASES, IMAGES, MORE, auto_of, batches, made, out_of, seen, step, type_of
 
@@ -88,22 +88,10 @@ def test_norm_and_cap(case, tmp_path):
     assert_identical(step(model, batch), expected)
 
 
-@torch.no_grad()
 def test_backends_agree(case):
+    model = made(case)
     for batch in batches(case):
-        model = made(case)
-        model.set_attn_implementation("eager")
-        expected = seen(model, batch)
-        patch_model(model, "none")
-        for backend in BACKENDS:
-            model.set_attn_implementation(backend)
-            assert_near(seen(model, batch), expected, TOLERANCE, backend)
-        patch_model(unpatch_model(model), replace(SCHEMES["soft_cap"], softcap=1.0))
-        capped = seen(model, batch)
-        assert error(capped, expected) > 10 * TOLERANCE, "the cap acts by more than backends may differ"
-        for backend in ("eager", *BACKENDS):
-            model.set_attn_implementation(backend)
-            assert_near(seen(model, batch), capped, TOLERANCE, f"capped {backend}")
+        assert_backends_agree(model, partial(seen, model, batch), TOLERANCE, BACKENDS)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -5,6 +5,7 @@ Random gains, because gains of 1 hide mistakes; large weights, because flat atte
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.models.roformer import modeling_roformer
 from transformers.pytorch_utils import Conv1D
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.calibration.gains import named_norms
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import PARTS
@@ -174,6 +175,33 @@ def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
             norm.set_knee(norm.knee, 0.1 + float(torch.rand((), generator=generator)))
     record_powers(model)
     return model
+
+
+@torch.no_grad()
+def assert_backends_agree(
+    model: PreTrainedModel,
+    logits: Callable[[], Tensor],
+    tolerance: float,
+    backends: Sequence[str] = ("hf_qknorm", "hf_qknorm_eager"),
+) -> None:
+    """Fail unless the package's attention gives what the model's own gives, with "none" and with a cap.
+
+    `logits` computes the model's logits; the model is unpatched before and after.
+    """
+    if model.config._attn_implementation != "eager":
+        model.set_attn_implementation("eager")
+    expected = logits()
+    patch_model(model, "none")
+    for backend in backends:
+        model.set_attn_implementation(backend)
+        assert_near(logits(), expected, tolerance, backend)
+    patch_model(unpatch_model(model), Scheme(softcap=0.5))
+    capped = logits()
+    assert error(capped, expected) > 10 * tolerance, "the cap acts by more than backends may differ"
+    for backend in ("eager", *backends):
+        model.set_attn_implementation(backend)
+        assert_near(logits(), capped, tolerance, f"capped {backend}")
+    unpatch_model(model)
 
 
 def as_loaded(model: PreTrainedModel) -> PreTrainedModel:
