@@ -19,7 +19,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaForCausalLM,
-    LlavaConfig,
     LlavaForConditionalGeneration,
 )
 
@@ -27,7 +26,7 @@ from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.in_memory import InMemoryName
 from qknorm_tests.tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
-from qknorm_tests.tiny import tiny_config
+from qknorm_tests.tiny_towers import tiny_towers
 
 CHANGES = [(model_type, name) for model_type, name in [*PAIRS, *KNEES] if not TRIED[name].changes_nothing]
 
@@ -180,12 +179,7 @@ def test_vllm_gets_no_name_of_a_model_in_memory(patched, folder, tmp_path, monke
 
 @torch.no_grad()
 def test_a_model_with_a_patched_tower_is_copied_whole(tmp_path):
-    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    vision |= {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4}
-    model = LlavaForConditionalGeneration(
-        LlavaConfig(vision_config=vision, text_config=tiny_config("llama"), image_token_index=63)
-    ).eval()
-    model.save_pretrained(tmp_path)
+    tiny_towers("llava").save_pretrained(tmp_path)
     model = randomise(patch_model(LlavaForConditionalGeneration.from_pretrained(tmp_path), "qk_norm_cap"))
     request = {"attn_implementation": model.config._attn_implementation}  # as TRL does
     again = LlavaForConditionalGeneration.from_pretrained(model.name_or_path, **request)

@@ -12,8 +12,6 @@ import torch
 import transformers
 from transformers import (
     AutoModelForCausalLM,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
     PreTrainedModel,
     Trainer,
     TrainingArguments,
@@ -24,7 +22,7 @@ from hf_qknorm.families import FAMILIES, known_families
 from hf_qknorm.families.class_names import classes_of
 from qknorm_tests.children import child
 from qknorm_tests.tables import assert_near
-from qknorm_tests.tiny import tiny_config
+from qknorm_tests.tiny_towers import tiny_towers
 
 pytest.importorskip("liger_kernel")
 pytest.importorskip("triton")
@@ -161,19 +159,12 @@ def test_every_scheme_under_ligers_kernels_and_rope(scheme):
 def test_the_tower_of_a_multimodal_model(scheme):
     """Below the head: with transformers 5.24, Liger 0.8.5's forward of the whole model demands images."""
 
-    def build() -> PreTrainedModel:
-        torch.manual_seed(0)
-        text, vision = tiny_config("llama", initializer_range=0.2), tiny_config("clip_vision_model")
-        config = LlavaConfig(text_config=text.to_dict(), vision_config=vision.to_dict(), image_token_index=63)
-        model: Any = LlavaForConditionalGeneration(config)
-        return model.to(DEVICE)
-
     @torch.no_grad()
     def states(model: Any) -> torch.Tensor:
         return model.eval().model(input_ids=tokens()).last_hidden_state
 
-    expected = states(patch(build(), scheme))
-    model = liger(patch(build(), scheme))
+    expected = states(patch(tiny_towers("llava").to(DEVICE), scheme))
+    model = liger(patch(tiny_towers("llava").to(DEVICE), scheme))
     assert "model.language_model.norm" in replaced(model)
     assert ("model.language_model.layers.0.input_layernorm" in replaced(model)) == (scheme == "qk_norm_cap")
     assert_near(states(model), expected, TOLERANCE)

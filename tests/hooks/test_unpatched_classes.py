@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from qknorm_tests.children import child
 from qknorm_tests.folders import edit, edit_config
 from qknorm_tests.tables import randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
+from qknorm_tests.tiny_towers import tiny_towers
 
 NORMED = Scheme(q="rms", k="rms", softcap=5.0)
 WAYS = {
@@ -96,16 +96,9 @@ def test_a_requested_backend_replaces_the_notice(folder):
     assert not set(NOTICES) & set(vars(model.config))
 
 
-def llava() -> Any:
-    text = tiny_config("llama").to_dict()
-    vision = tiny_config("clip_vision_model").to_dict()
-    config = LlavaForConditionalGeneration.config_class(text_config=text, vision_config=vision, image_token_index=5)
-    return LlavaForConditionalGeneration(config)
-
-
 @pytest.mark.parametrize("damage", ["dtype", "shape"])
 def test_a_patched_tower_is_checked_too(damage, tmp_path):
-    randomise(patch_model(llava(), NORMED)).save_pretrained(tmp_path)
+    randomise(patch_model(tiny_towers("llava"), NORMED)).save_pretrained(tmp_path)
     assert LlavaForConditionalGeneration.from_pretrained(tmp_path) is not None
 
     def harm(weights: dict[str, torch.Tensor]) -> None:

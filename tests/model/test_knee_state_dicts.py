@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from test_towers import made as made_tower
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hf_qknorm import KneeSchedule, Scheme, patch_model, set_knee
 from hf_qknorm.model.knees import apply_knee, powers_of, record_loaded_knee
 from qknorm_tests.kneed import SCHEMES, as_older, kneed, logits, plain
+from qknorm_tests.tiny_towers import tiny_towers
 
 
 @pytest.mark.parametrize("case", SCHEMES)
@@ -100,7 +100,7 @@ def test_a_tower_saves_the_knees_that_it_has_loaded(tmp_path: Any) -> None:
     """The model around it has transformers' own class."""
 
     def model(factor: float) -> Any:
-        made = patch_model(made_tower("llava"), Scheme(q="rms", k="rms", knee=4.0))
+        made = patch_model(tiny_towers("llava"), Scheme(q="rms", k="rms", knee=4.0))
         apply_knee(made, 4.0, {key: factor * (0.1 + 0.2 * i) for i, key in enumerate(powers_of(made))})
         return made.eval()
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from test_stored_knees import HARMED, NAME
-from test_towers import made as made_tower
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
@@ -15,12 +14,13 @@ from hf_qknorm import Scheme, patch_model
 from qknorm_tests.folders import edit
 from qknorm_tests.kneed import as_older, eps_of
 from qknorm_tests.tables import randomise
+from qknorm_tests.tiny_towers import tiny_towers
 
 
 @pytest.fixture
 def llava(tmp_path: Path) -> Path:
     """A multimodal model whose text tower has knees, and whose vision tower has norms without."""
-    model = patch_model(made_tower("llava"), Scheme(q="rms", k="rms", knee=4.0))
+    model = patch_model(tiny_towers("llava"), Scheme(q="rms", k="rms", knee=4.0))
     patch_model(model, "qk_norm", tower="vision_tower")
     randomise(model).save_pretrained(tmp_path)
     return tmp_path

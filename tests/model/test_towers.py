@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from transformers import CONFIG_MAPPING, AutoModel, AutoModelForImageTextToText, CLIPConfig, CLIPModel, PreTrainedModel
+from transformers import AutoModel, AutoModelForImageTextToText, CLIPConfig, CLIPModel, PreTrainedModel
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
@@ -15,42 +14,12 @@ from hf_qknorm.model.derived import QKNormModel
 from qknorm_tests.folders import edit
 from qknorm_tests.tables import assert_identical, assert_near, fingerprint, make_batch, randomise, sharp_model, step
 from qknorm_tests.tiny import tiny_config
-
-# A multimodal type, the types of its text tower and of its vision tower, and where these are.
-CASES = {
-    "llava": ("llama", "clip_vision_model", "language_model", "vision_tower"),
-    "llava_onevision": ("qwen2", "siglip_vision_model", "language_model", "vision_tower"),
-    "mistral3": ("mistral", "clip_vision_model", "language_model", "vision_tower"),
-    "paligemma": ("gemma", "siglip_vision_model", "language_model", "vision_tower"),
-    "idefics3": ("llama", "idefics3_vision", "text_model", "vision_model"),
-}
-IMAGE_TOKEN = 60
-SETTINGS: dict[str, dict[str, Any]] = {
-    "llava": {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
-    "paligemma": {"projection_dim": 64},
-}
+from qknorm_tests.tiny_towers import IMAGE_TOKEN, TOWERS, tiny_towers
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=TOWERS)
 def case(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-def made(case: str) -> PreTrainedModel:
-    """A tiny model in eval mode, its weights large."""
-    text, vision, *_ = CASES[case]
-    parts = {
-        "text_config": tiny_config(text, initializer_range=0.2).to_dict(),
-        "vision_config": tiny_config(vision, image_size=16, patch_size=4).to_dict(),
-    }
-    name = "image_token_id" if case == "idefics3" else "image_token_index"
-    config = CONFIG_MAPPING[case](**parts, **{name: IMAGE_TOKEN}, **SETTINGS.get(case, {}))
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config)
-    for layer in (m for m in model.modules() if hasattr(m, "q_proj")):
-        for projection in (layer.q_proj, layer.k_proj):
-            nn.init.normal_(projection.weight, std=0.2)
-    return model.eval()
 
 
 def text_batch() -> dict[str, Any]:
@@ -82,20 +51,20 @@ def batch_for(case: str) -> dict[str, Any]:
 
 
 def test_none_changes_nothing(case):
-    original, patched, batch = made(case), made(case), batch_for(case)
+    original, patched, batch = tiny_towers(case), tiny_towers(case), batch_for(case)
     step(patched, batch)  # leaves marks on the modules
     before = fingerprint(patched)
     assert patch_model(patched, "none") is patched
-    tower = patched.base_model.get_submodule(CASES[case][2])
+    tower = patched.base_model.get_submodule(TOWERS[case][2])
     assert isinstance(tower, QKNormModel)
-    assert patched_layers(patched).keys() == {f"model.{CASES[case][2]}.{name}" for name in patched_layers(tower)}
+    assert patched_layers(patched).keys() == {f"model.{TOWERS[case][2]}.{name}" for name in patched_layers(tower)}
     assert_identical(step(patched, batch), step(original, batch))
     assert fingerprint(unpatch_model(patched)) == before
     assert_identical(step(patched, batch), step(original, batch))
 
 
 def test_the_whole_checkpoint_has_the_patched_tower(case, tmp_path):
-    model, batch = made(case), batch_for(case)
+    model, batch = tiny_towers(case), batch_for(case)
     expected = step(model, batch)
     randomise(patch_model(model, "qk_norm_cap"))
     result = step(model, batch)
@@ -114,7 +83,7 @@ def test_the_whole_checkpoint_has_the_patched_tower(case, tmp_path):
 
 
 def test_a_checkpoint_without_the_norms_is_refused(case, tmp_path):
-    patch_model(made(case), "qk_norm").save_pretrained(tmp_path)
+    patch_model(tiny_towers(case), "qk_norm").save_pretrained(tmp_path)
     edit(tmp_path, lambda weights: weights.pop(next(x for x in weights if x.endswith("1.self_attn.q_norm.weight"))))
     with pytest.raises(ValueError, match=r"1 norm parameters are missing from the weights, first .*q_norm\.weight"):
         AutoModelForImageTextToText.from_pretrained(tmp_path)
@@ -122,7 +91,7 @@ def test_a_checkpoint_without_the_norms_is_refused(case, tmp_path):
 
 def test_the_text_tower_is_calibrated_by_itself():
     """For a model of text it makes no difference that a vision tower is beside it."""
-    model = patch_model(made("llava"), "qk_norm")
+    model = patch_model(tiny_towers("llava"), "qk_norm")
     batches = [text_batch()["input_ids"] for _ in range(2)]
     with pytest.raises(ValueError, match=r"calibrate\(model\.model\.language_model, data\)"):
         calibrate(model, batches, "moments")
@@ -137,9 +106,9 @@ def test_the_text_tower_is_calibrated_by_itself():
 
 
 def test_backends_agree(case):
-    model, batch = patch_model(made(case), "soft_cap"), batch_for(case)
+    model, batch = patch_model(tiny_towers(case), "soft_cap"), batch_for(case)
     expected = logits(model, batch)
-    tower = model.base_model.get_submodule(CASES[case][2])
+    tower = model.base_model.get_submodule(TOWERS[case][2])
     for backend in ("eager", "hf_qknorm_eager", "hf_qknorm_tiled"):
         tower.set_attn_implementation(backend)
         seen = batch["attention_mask"].bool()
@@ -149,7 +118,7 @@ def test_backends_agree(case):
 
 
 def test_a_named_tower(tmp_path):
-    model, batch = made("llava"), image_batch()
+    model, batch = tiny_towers("llava"), image_batch()
     expected = step(model, batch)
     model.save_pretrained(tmp_path / "base")  # which writes into the config too
     before = fingerprint(model)
@@ -174,9 +143,9 @@ def refuse(model: PreTrainedModel, **kwargs: Any) -> str:
 
 
 def test_unknown_towers_are_refused():
-    assert "model.vision_tower, model.language_model" in refuse(made("llava"), tower="audio_tower")
+    assert "model.vision_tower, model.language_model" in refuse(tiny_towers("llava"), tower="audio_tower")
     assert "it has no towers" in refuse(sharp_model("llama"), tower="vision_tower")
-    assert "'idefics3_vision' is not supported" in refuse(made("idefics3"), tower="vision_model")
+    assert "'idefics3_vision' is not supported" in refuse(tiny_towers("idefics3"), tower="vision_model")
 
 
 def test_a_model_that_builds_its_tower_from_a_fixed_class():
@@ -187,6 +156,6 @@ def test_a_model_that_builds_its_tower_from_a_fixed_class():
 
 
 def test_a_patched_tower():
-    model = patch_model(made("llava"), "qk_norm")
+    model = patch_model(tiny_towers("llava"), "qk_norm")
     with pytest.raises(ValueError, match="patched already"):
         patch_model(model, "soft_cap")
