@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from hf_qknorm.families.separate import output_out_proj
+from hf_qknorm.families.separate import forward_by_role, output_out_proj
 from hf_qknorm.families.style import Projected, Rotated, Style
 
 WEIGHTS = ("query", "key", "value")
@@ -31,11 +31,6 @@ def attend_rembert(
     logits = logits if mask is None else logits + mask
     weights = module.dropout(nn.functional.softmax(logits, dim=-1))
     return torch.matmul(weights, v).transpose(1, 2), weights
-
-
-def forward_inline(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pass `is_causal`, which the module lacks: attention functions read it where the mask is None."""
-    return shared(*args, is_causal=module.is_decoder, **kwargs)
 
 
 def forward_git(
@@ -68,7 +63,7 @@ def unmasked_decoder(config: Any, model_type: str = "roformer") -> str | None:
 def forward_roformer(
     shared: Callable[..., Any], module: Any, *args: Any, sinusoidal_pos: Tensor | None = None, **kwargs: Any
 ) -> Any:
-    return forward_inline(shared, module, *args, position_embeddings=sinusoidal_pos, **kwargs)
+    return forward_by_role(shared, module, *args, position_embeddings=sinusoidal_pos, **kwargs)
 
 
 def rotate_roformer(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
@@ -103,7 +98,7 @@ BERT = Style(
 # The relatives of BERT whose modules compute attention themselves
 INLINE = replace(
     BERT,
-    forward=forward_inline,
+    forward=forward_by_role,
     inline=True,
     eager=lambda module: attend_rembert,
     scale=lambda module: module.attention_head_size**-0.5,

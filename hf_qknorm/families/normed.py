@@ -72,14 +72,10 @@ def project_zaya(module: Any, hidden_states: Tensor, state: Any = None, conv_mas
 
 
 def norm_rotated(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
-    """NanoChat: norms after RoPE."""
+    """NanoChat and HunYuan: norms after RoPE."""
     q, k, v = rotate(module, q, k, v, positions)
-    return module.q_norm(q), module.k_norm(k), v
-
-
-def norm_rotated_hunyuan(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
-    q, k, v = rotate(module, q, k, v, positions)
-    return module.query_layernorm(q), module.key_layernorm(k), v
+    q_norm, k_norm = (getattr(module, name) for name in module.family.style.own_norms)
+    return q_norm(q), k_norm(k), v
 
 
 def rotates_exaone4(module: Any) -> bool:
@@ -202,7 +198,7 @@ GEMMA3 = Style(project_transposed)
 COHERE = Style(project_if_configured)
 OLMO2 = Style(project_wide, norms_together=True)
 NANOCHAT = Style(rotate=norm_rotated, norms_rotated=True)
-HUNYUAN = Style(rotate=norm_rotated_hunyuan, own_norms=("query_layernorm", "key_layernorm"), norms_rotated=True)
+HUNYUAN = Style(rotate=norm_rotated, own_norms=("query_layernorm", "key_layernorm"), norms_rotated=True)
 OLMOE = Style(project_olmoe, norms_together=True)
 LFM2 = Style(project_lfm2, output_out_proj, own_norms=("q_layernorm", "k_layernorm"), dropout=lambda module: 0.0)
 EXAONE4 = Style(project_transposed, rotates=rotates_exaone4)

@@ -52,10 +52,6 @@ def query_scale_ministral3(module: Any) -> float:
     return max(1.0, 1.0 + rope["llama_4_scaling_beta"] * math.log1p(spans))
 
 
-def rotate_recurrent_gemma(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
-    return rotate(module, q, k, v, module.rotary_emb(v, arguments.get("position_ids")))
-
-
 def project_moshi(module: Any, hidden_states: Tensor, codebook_idx: Tensor | None = None) -> Projected:
     """Moshi: its depth decoder has a projection for each codebook."""
     q, k, v = (split_heads(module, getattr(module, name)(hidden_states, codebook_idx)) for name in QKV)
@@ -66,8 +62,8 @@ def output_moshi(module: Any, attended: Tensor, codebook_idx: Tensor | None) -> 
     return module.o_proj(attended, codebook_idx)
 
 
-def rotate_moshi(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
-    """Moshi: its depth decoder has no RoPE."""
+def rotate_by_own_rope(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
+    """RecurrentGemma and Moshi: the module computes the position embeddings. Moshi's depth decoder has no RoPE."""
     if module.rotary_emb is None:
         return q, k, v
     return rotate(module, q, k, v, module.rotary_emb(v, arguments.get("position_ids")))
@@ -97,13 +93,13 @@ LLAMA4 = Style(
     rotate=rotate_llama4, query_scale=query_scale_llama4, own_norms=("qk_norm", "qk_norm"), norms_rotated=True
 )
 MINISTRAL3 = Style(rotate=rotate_ministral3, query_scale=query_scale_ministral3)
-RECURRENT_GEMMA = Style(rotate=rotate_recurrent_gemma)
+RECURRENT_GEMMA = Style(rotate=rotate_by_own_rope)
 MOSHI = Style(
     project_moshi,
     output_moshi,
     tuple(f"{name}.linear" for name in QKV),
     arguments=("codebook_idx",),
-    rotate=rotate_moshi,
+    rotate=rotate_by_own_rope,
 )
 NORMS = ("q_layernorm", "k_layernorm")
 PHI = Style(project_phi, output_dense, rotate=rotate_part, own_norms=NORMS)

@@ -61,6 +61,11 @@ def output_dense(module: Any, attended: Tensor) -> Tensor:
     return module.dense(attended)
 
 
+def forward_by_role(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+    """Pass `is_causal`, which the module lacks or has as False: attention functions read it where the mask is None."""
+    return shared(*args, is_causal=module.is_decoder, **kwargs)
+
+
 def forward_ctrl(shared: Callable[..., Any], module: Any, v: Tensor, k: Tensor, q: Tensor, **kwargs: Any) -> Any:
     """CTRL: its layers pass the same tensor three times."""
     return shared(q, **kwargs)

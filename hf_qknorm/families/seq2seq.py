@@ -14,22 +14,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.families.inline import Attended, attend_in_batch
-from hf_qknorm.families.separate import heads, output_out_proj
-from hf_qknorm.families.style import Projected, Style, split_heads
+from hf_qknorm.families.separate import forward_by_role, heads, output_out_proj
+from hf_qknorm.families.style import Projected, Style
 
 
 def project_across(
     module: Any, hidden_states: Tensor, states: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    q = split_heads(module, module.q_proj(hidden_states))
+    """The decoder's queries, and the encoder's keys and values; None for these without its states."""
+    *_, width = module.family.style.heads(module)
+    q, k, v = (getattr(module, name) for name in module.family.style.weights)
+    q = q(hidden_states).unflatten(-1, (-1, width))
     if states is None:
         return q, None, None
-    return q, split_heads(module, module.k_proj(states)), split_heads(module, module.v_proj(states))
-
-
-def forward_by_role(shared: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
-    """Pass `is_causal`, which the module lacks or has as False: attention functions read it where the mask is None."""
-    return shared(*args, is_causal=module.is_decoder, **kwargs)
+    return q, k(states).unflatten(-1, (-1, width)), v(states).unflatten(-1, (-1, width))
 
 
 def attend_mvp(
@@ -43,21 +41,9 @@ def attend_mvp(
     return attend_in_batch(module, q, k, v, weigh=weigh, dropout=dropout)
 
 
-def _split(module: Any, x: Tensor) -> Tensor:
-    return x.view(*x.shape[:-1], -1, module.key_value_proj_dim)
-
-
 def project_t5(module: Any, hidden_states: Tensor) -> Projected:
-    return tuple(_split(module, getattr(module, name)(hidden_states)) for name in WEIGHTS_T5)
-
-
-def project_across_t5(
-    module: Any, hidden_states: Tensor, states: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    q = _split(module, module.q(hidden_states))
-    return (
-        (q, None, None) if states is None else (q, _split(module, module.k(states)), _split(module, module.v(states)))
-    )
+    shape = (*hidden_states.shape[:-1], -1, module.key_value_proj_dim)
+    return tuple(getattr(module, name)(hidden_states).view(shape) for name in WEIGHTS_T5)
 
 
 def forward_t5(
@@ -106,7 +92,7 @@ T5 = Style(
     project_t5,
     lambda module, attended: module.o(attended),
     WEIGHTS_T5,
-    project_across=project_across_t5,
+    project_across=project_across,
     forward=forward_t5,
     dropout=lambda module: module.dropout,
     heads=lambda module: (module.n_heads, module.n_heads, module.key_value_proj_dim),
