@@ -210,14 +210,11 @@ REGISTERED: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-MASKS: Final = dict.fromkeys(REGISTERED, structured_mask)  # without a mask function, causality is lost
-
-
 def register() -> None:
-    """Register each attention function with its mask function."""
+    """Register each attention function with the mask function, without which causality is lost."""
     for name, function in REGISTERED.items():
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, MASKS[name])
+        AttentionMaskInterface.register(name, structured_mask)
 
 
 register()
