@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm.families.style import CACHE, FROM_5_24
-from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.kernel_attention import QKNormAttention
 
 
@@ -73,7 +73,7 @@ def _paged_heads(model: PreTrainedModel) -> tuple[int, int]:
 def _attention_seen(model: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, Tensor, dict[str, Any]]]]:
     """A context in eval mode with eager attention, which gathers the keys, values and options of each layer by name."""
     seen: dict[str, tuple[Tensor, Tensor, dict[str, Any]]] = {}
-    layers, training = patched_layers(model), [module for module in model.modules() if module.training]
+    layers = patched_layers(model)
     backend, before = model.config._attn_implementation, [layer.observers for layer in layers.values()]
 
     def observe(layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> None:
@@ -81,13 +81,12 @@ def _attention_seen(model: PreTrainedModel) -> Iterator[dict[str, tuple[Tensor, 
 
     names = {layer: name for name, layer in layers.items()}
     try:
-        model.eval().set_attn_implementation("eager")
+        model.set_attn_implementation("eager")
         for layer in layers.values():
             layer.observers = (observe,)
-        yield seen
+        with evaluating(model):
+            yield seen
     finally:
         for layer, observers in zip(layers.values(), before, strict=True):
             layer.observers = observers
-        for module in training:
-            module.training = True
         model.set_attn_implementation(backend)
