@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,8 +81,7 @@ class LogitStatistics:
         return self.lengths[norm][row] / self.lengths[norm][0]
 
 
-@contextmanager
-def logit_statistics(model: Any, cap: float | None = None) -> Iterator[dict[str, LogitStatistics]]:
+def logit_statistics(model: Any, cap: float | None = None) -> AbstractContextManager[dict[str, LogitStatistics]]:
     """Collect statistics of the logits in every forward pass inside the block: layer name → `LogitStatistics`.
 
     Logits are scale·q·k where the mask lets k be seen; no T×S tensor is formed. `cap` is the reference for shares of
@@ -95,8 +94,7 @@ def logit_statistics(model: Any, cap: float | None = None) -> Iterator[dict[str,
 
     Raises ValueError for a model without an attention layer of a known family.
     """
-    with watched_layers(model, PassFilter(), cap) as collected:
-        yield collected
+    return watched_layers(model, PassFilter(), cap)
 
 
 @contextmanager
