@@ -1,6 +1,7 @@
 """Every causal language model that can be patched, patched; `test_refused.py` has the others.
 
-By default one family of each style; `pytest --all-families` runs over all, with variants for what a config switches.
+By default one family of each style, and the types that most tests run over, with variants for what a config switches;
+`pytest --all-families` runs over all.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hf_qknorm.model.kernel_attention import kernel_rotary
 from hf_qknorm.model.plain_attention import PlainAttention
 from hf_qknorm.ops.types import Rotary
 from qknorm_tests.tables import (
+    MODEL_TYPES,
     OLD_TRANSFORMERS,
     assert_backends_agree,
     assert_identical,
@@ -34,12 +36,15 @@ from qknorm_tests.tables import (
     sharp_model,
     step,
     swept,
+    use_backend,
 )
 from qknorm_tests.tiny import tiny_config
 
 KINDS = ("plain", "left", "right")
 NEW = 4
 TOLERANCE = 1e-4  # near-identical logits, through two layers and whatever stands beside attention
+
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 # Switches of a config beyond the tiny settings of its type.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -53,11 +58,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-many": ("falcon", {"multi_query": False, "parallel_attn": False, "bias": True}),
     "falcon-new": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "glm4_moe-normed": ("glm4_moe", {"use_qk_norm": True}),
-    "gpt_neox_japanese-partial": (
-        "gpt_neox_japanese",
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
-    ),
+    "gemma2-uncapped": ("gemma2", {"attn_logit_softcapping": None}),
+    "gpt2-inverse-layer": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2-unscaled": ("gpt2", {"scale_attn_weights": False}),
+    "gpt2-upcast": ("gpt2", {"reorder_and_upcast_attn": True, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt_neox-partial": ("gpt_neox", {"rope_parameters": PARTIAL}),
+    "gpt_neox-sequential": ("gpt_neox", {"rope_parameters": PARTIAL, "use_parallel_residual": False}),
+    "gpt_neox-no-bias": ("gpt_neox", {"attention_bias": False}),
+    "gpt_neox_japanese-partial": ("gpt_neox_japanese", {"rope_parameters": PARTIAL}),
     "gpt_bigcode-many": ("gpt_bigcode", {"multi_query": False}),
+    "llama-bias": ("llama", {"attention_bias": True}),
+    "mistral-full": ("mistral", {"sliding_window": None}),
+    "mixtral-full": ("mixtral", {"sliding_window": None}),
+    "phi3-partial": ("phi3", {"rope_parameters": PARTIAL}),
+    "qwen2-full": ("qwen2", {"use_sliding_window": False}),
     "granitemoehybrid-unrotated": ("granitemoehybrid", {"position_embedding_type": "nope"}),
     "roformer-values": ("roformer", {"rotary_value": False}),
     "llama4_text-normed": ("llama4_text", {"use_qk_norm": True}),
@@ -84,11 +98,10 @@ UNMADE_VARIANTS = ("gpt_neox_japanese-partial",) if OLD_TRANSFORMERS else ()
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" not in metafunc.fixturenames:
         return
-    cases = swept(metafunc.config)
-    if metafunc.config.getoption("--all-families"):
-        variants = {name: variant[0] for name, variant in VARIANTS.items() if name not in UNMADE_VARIANTS}
-        cases += [name for name, model_type in variants.items() if model_type in cases]
-    metafunc.parametrize("case", cases)
+    cases = [*dict.fromkeys([*MODEL_TYPES, *swept(metafunc.config)])]
+    types = cases if metafunc.config.getoption("--all-families") else MODEL_TYPES
+    variants = [name for name, (t, _) in VARIANTS.items() if t in types and name not in UNMADE_VARIANTS]
+    metafunc.parametrize("case", cases + variants)
 
 
 def made(case: str) -> PreTrainedModel:
@@ -143,13 +156,13 @@ def test_none_changes_nothing(case):
 
 
 def test_none_changes_nothing_for_eager(case):
+    """Also in bfloat16, where the position of casts matters."""
     original, patched = made(case), made(case)
-    if original.config._attn_implementation == "eager":
-        pytest.skip("eager is its default")
-    for model in (original, patched):
-        model.set_attn_implementation("eager")
+    use_backend("eager", original, patched)
     patch_model(patched, "none")
     assert_identical(step(patched, make_batch("left")), step(original, make_batch("left")))
+    with torch.no_grad():
+        assert torch.equal(*(model.to(torch.bfloat16)(**make_batch("left")).logits for model in (original, patched)))
 
 
 def test_norm_and_cap(case, tmp_path):
