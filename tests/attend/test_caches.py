@@ -28,16 +28,6 @@ def test_tokens_are_appended_as_by_update(kind: str, count: int) -> None:
         assert_same(states(ours), states(theirs))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@torch.no_grad()
-def test_an_update_is_that_of_transformers(kind: str) -> None:
-    ours, theirs = (cache_of(LAYERS[kind](), 0) for _ in range(2))
-    for seed, count in enumerate((7, 1, 3, 1)):
-        new = tokens(count, seed)
-        assert_same(update(ours, 0, *new), theirs.update(*new, 0))
-        assert_same(states(ours), states(theirs))
-
-
 @torch.no_grad()
 def test_a_graph_copies_the_keys() -> None:
     """Of as many keys as it is given."""
@@ -219,15 +209,6 @@ def test_a_cache_with_its_own_update_is_never_empty() -> None:
     assert not is_empty(Own(), 0)
     assert not is_empty(cache_of(OwnLayer(), 0), 0)
     assert not is_empty(cache_of(DynamicLayer()), 0)
-
-
-def test_reordered_beams_are_continued() -> None:
-    cache, expected = (cache_of(DynamicLayer()) for _ in range(2))
-    append(cache, tokens(1, 1))
-    expected.update(*tokens(1, 1), 0)
-    for each in (cache, expected):
-        each.reorder_cache(torch.tensor([1, 1]))
-    assert_same(append(cache, tokens(1, 2)), expected.update(*tokens(1, 2), 0))
 
 
 def test_inference_mode_and_gradients_may_follow() -> None:
