@@ -10,10 +10,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from hf_qknorm import FAMILIES, Scheme, patch_model
+from hf_qknorm import FAMILIES, Scheme, patch_model, unpatch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import AUTO_CLASSES
-from qknorm_tests.tables import make_batch, randomise
+from qknorm_tests.tables import fingerprint, make_batch, randomise
 from qknorm_tests.tiny import TINY, tiny_config
 
 NORMED, CAPPED = Scheme(q="rms", k="rms", softcap=5.0), Scheme(softcap=5.0)
@@ -39,9 +39,7 @@ def tiny(auto: str, model_type: str) -> PreTrainedModel:
     config = tiny_config(model_type, **settings)
     if auto != "AutoModelForCausalLM" and model_type == "bigbird_pegasus":
         pytest.skip("its encoder can't be patched")
-    model = getattr(transformers, auto).from_config(config).eval()
-    refused = FAMILIES[model_type].refusal(config, NORMED)
-    return randomise(patch_model(model, CAPPED if refused else NORMED))
+    return getattr(transformers, auto).from_config(config).eval()
 
 
 def batch_for(auto: str, model_type: str) -> dict[str, Any]:
@@ -63,10 +61,13 @@ def batch_for(auto: str, model_type: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def test_it_loads_what_was_saved(pair: tuple[str, str], tmp_path: Path) -> None:
+def test_it_is_unpatched_and_loads_what_was_saved(pair: tuple[str, str], tmp_path: Path) -> None:
     auto, model_type = pair
     model = tiny(auto, model_type)
-    model.save_pretrained(tmp_path)
+    scheme = CAPPED if FAMILIES[model_type].refusal(model.config, NORMED) else NORMED
+    before = fingerprint(model)
+    assert fingerprint(unpatch_model(patch_model(model, scheme))) == before
+    randomise(patch_model(model, scheme)).save_pretrained(tmp_path)
     again = getattr(transformers, auto).from_pretrained(tmp_path)
     assert type(again) is type(model)
     batch = batch_for(auto, model_type)
