@@ -76,16 +76,6 @@ def test_patching_a_model_with_a_layer_on_the_disk(checkpoint, preset, tmp_path,
     assert fingerprint(model)[:-1] == before[:-1]
 
 
-@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
-@torch.no_grad()
-def test_folding_into_weights_on_the_disk_is_refused(checkpoint, tmp_path):
-    model = offloaded(checkpoint, tmp_path)
-    before = fingerprint(model)
-    with pytest.raises(ValueError, match=r"layers.1.self_attn: pre_norm=False .* not in memory"):
-        patch_model(model, "qkv_norm")
-    assert fingerprint(model) == before
-
-
 @pytest.mark.parametrize("checkpoint", ["llama", "gpt2"], indirect=True)
 def test_calibrating_a_model_with_a_layer_on_the_disk(checkpoint, tmp_path):
     batches = [torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]

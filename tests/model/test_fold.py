@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_qknorm import SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.calibration.gains import rescale_folded_weights
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import is_exact
@@ -73,14 +73,6 @@ def test_the_spread_is_the_mean_sigma_of_real_tokens():
     rescale_folded_weights(model, [batch])
     first, _ = (layer.removed_norm[0].spread for layer in patched_layers(model).values())
     assert first == pytest.approx(expected.item(), rel=1e-4)
-
-
-def test_unpatching_a_folded_model_is_refused():
-    model = patch_model(trained_like("llama"), "qkv_norm")
-    before = fingerprint(model)
-    with pytest.raises(ValueError, match=r"folded the norm .* can't be undone.*Load the original checkpoint"):
-        unpatch_model(model)
-    assert fingerprint(model) == before
 
 
 def test_models_that_can_not_be_folded_are_refused_unchanged():
