@@ -1,4 +1,4 @@
-"""A state dict brings the ε of its knees, or says that it can't; wrappers and reused configs lose no powers."""
+"""A state dict brings the ε of its knees, or says that it can't; wrappers, reused configs and errors lose no powers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from hf_qknorm import KneeSchedule, Scheme, patch_model, set_knee
 from hf_qknorm.model.knees import apply_knee, powers_of, record_loaded_knee
 from qknorm_tests.kneed import SCHEMES, as_older, kneed, logits, plain
+from qknorm_tests.tables import fingerprint
 from qknorm_tests.tiny_towers import tiny_towers
 
 
@@ -118,6 +119,18 @@ def test_a_config_is_reused_with_another_scheme(tmp_path: Any) -> None:
     config.set_scheme(dataclasses.replace(config.scheme, knee=0.0))
     config.save_pretrained(tmp_path)
     assert AutoConfig.from_pretrained(tmp_path).qk_norm_powers is None
+
+
+@pytest.mark.parametrize(("knee", "power"), [(-1.0, 1.0), (math.nan, 1.0), (2.0, math.nan), (2.0, -1.0), (2.0, None)])
+def test_a_refused_knee_changes_nothing(knee: float, power: float | None) -> None:
+    model = kneed("layer")
+    before, state = fingerprint(model), {name: x.clone() for name, x in model.state_dict().items()}
+    *powers, last = powers_of(model)
+    given = dict.fromkeys(powers, 1.0) | ({} if power is None else {last: power})
+    with pytest.raises(KeyError if power is None else ValueError, match="knee|norm"):
+        apply_knee(model, knee, given)
+    assert fingerprint(model) == before
+    assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
 
 
 def test_norms_without_gains_take_eps_too() -> None:
