@@ -6,7 +6,6 @@ before it. In Gemma 3n and 4, some layers compute no keys and values, and attend
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -159,12 +158,8 @@ def _factor(module: Any, places: Tensor) -> Tensor | None:
 
 def query_scale_inkling(module: Any) -> float:
     """The scale of the queries at the last position."""
-    config = module.config
-    if module.is_sliding or config.log_scaling_n_floor is None:
-        return 1.0
-    return 1.0 + config.log_scaling_alpha * math.log(
-        max(1.0, config.max_position_embeddings / config.log_scaling_n_floor)
-    )
+    factor = _factor(module, torch.tensor([module.config.max_position_embeddings - 1]))
+    return 1.0 if factor is None else float(factor)
 
 
 def bias_inkling(
