@@ -157,18 +157,22 @@ def _is_causal(module: nn.Module) -> bool:
     return bool(own["is_causal"] if "is_causal" in own else getattr(type(config), "is_causal", True))
 
 
+def span(seen: Structure, queries: int) -> tuple[Tensor, Tensor]:
+    """The first and last + 1 of the keys that each query sees through causality and window, `[T]`."""
+    keys, window = seen.key.shape[2], seen.window
+    own = torch.arange(queries, device=seen.key.device) + keys - queries
+    stop = own + 1 if seen.causal else torch.full_like(own, keys) if window is None else own + window + 1
+    start = torch.zeros_like(own) if window is None else own - window + (1 if seen.causal else 0)
+    return start.clamp(0, keys), stop.clamp(0, keys)
+
+
 def _biased(seen: Structure, queries: int, tokens: Tensor | None, bias: Tensor) -> Structure:
     """An additive mask: the bias of the logits for each key that a query sees, else the least number of its dtype."""
     keys, mask = seen.key.shape[2], seen.mask
     place, bias = torch.arange(keys, device=bias.device), bias[..., :keys]
-    if mask is None and seen.ranges is not None:
-        start, stop = seen.ranges[:, None].unbind(-1)
+    if mask is None:
+        start, stop = span(seen, queries) if seen.ranges is None else seen.ranges[:, None].unbind(-1)
         visible = (place >= start[..., None]) & (place < stop[..., None])
-    elif mask is None:
-        own = torch.arange(queries, device=bias.device)[:, None] + (keys - queries)
-        back = own - place  # how far a key is behind the query
-        visible = back >= 0 if seen.causal else torch.ones_like(back, dtype=torch.bool)
-        visible = visible if seen.window is None else visible & (back.abs() < seen.window + (not seen.causal))
     elif mask.dtype == torch.bool:
         visible = mask
     else:
@@ -206,15 +210,11 @@ def _within_sequences(seen: Structure, query: Tensor, boundaries: Tensor) -> Str
         same, mask = sequence[:, None, :, None] == sequence[:, None, None, :], seen.mask
         mask = mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
         return seen._replace(mask=mask)
-    own = place[:length]
     ends = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), batch * length)])
-    first = length * torch.arange(batch, device=query.device)[:, None]
-    start, stop = ((end - first).clamp(0, length) for end in (ends[sequence], ends[sequence + 1]))
+    row = length * torch.arange(batch, device=query.device)[:, None]
+    start, stop = ((end - row).clamp(0, length) for end in (ends[sequence], ends[sequence + 1]))
     if seen.ranges is not None:
         start, stop = torch.maximum(start, seen.ranges[..., 0]), torch.minimum(stop, seen.ranges[..., 1])
-    if seen.causal:
-        stop = torch.minimum(stop, own + 1)
-    if seen.window is not None:
-        start = torch.maximum(start, own - seen.window + (1 if seen.causal else 0))
-        stop = stop if seen.causal else torch.minimum(stop, own + seen.window + 1)
-    return seen._replace(ranges=torch.stack([start, stop], -1).to(torch.int32), causal=False, window=None)
+    first, last = span(seen, length)
+    ranges = torch.stack([torch.maximum(start, first), torch.minimum(stop, last)], -1)
+    return seen._replace(ranges=ranges.to(torch.int32), causal=False, window=None)

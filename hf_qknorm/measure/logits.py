@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.attend import cpu_kernels
-from hf_qknorm.attend.calls import Structure, structure
+from hf_qknorm.attend.calls import Structure, span, structure
 from hf_qknorm.ops import library, tiled
 from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.trust import first_use
@@ -88,18 +88,9 @@ def _between(seen: Structure, queries: int, padding: Tensor) -> Structure:
     """Restrict `seen` to the keys from the first real one to the last; `padding` `[B, S]` is True for real keys."""
     key = torch.arange(padding.shape[1], device=padding.device)
     start, stop = torch.where(padding, key, len(key)).amin(-1), torch.where(padding, key + 1, 0).amax(-1)
-    first, last = _span(queries, seen)
+    first, last = span(seen, queries)
     ranges = torch.stack([torch.maximum(first, start[:, None]), torch.minimum(last, stop[:, None])], -1)
     return seen._replace(ranges=ranges.to(torch.int32), causal=False, window=None)
-
-
-def _span(queries: int, seen: Structure) -> tuple[Tensor, Tensor]:
-    """The first and last + 1 of the keys that each query sees through causality and window, `[T]`."""
-    keys, window = seen.key.shape[2], seen.window
-    own = torch.arange(queries, device=seen.key.device) + keys - queries
-    stop = own + 1 if seen.causal else torch.full_like(own, keys) if window is None else own + window + 1
-    start = torch.zeros_like(own) if window is None else own - window + (1 if seen.causal else 0)
-    return start.clamp(0, keys), stop.clamp(0, keys)
 
 
 def _keys_seen(q: Tensor, seen: Structure) -> Tensor:
@@ -110,5 +101,5 @@ def _keys_seen(q: Tensor, seen: Structure) -> Tensor:
     if seen.ranges is not None:
         start, stop = seen.ranges[:, None].clamp_max(seen.key.shape[2]).unbind(-1)
     else:
-        start, stop = (x[None, None] for x in _span(q.shape[2], seen))
+        start, stop = (x[None, None] for x in span(seen, q.shape[2]))
     return (stop - start).clamp_min(0)
