@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import platform
 import shutil
@@ -163,15 +162,9 @@ def _small_model() -> Any:
         vocab_size=VOCABULARY, hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=TOKENS, initializer_range=0.1,
     )  # fmt: skip
-    logger = logging.getLogger("hf_qknorm")
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # fresh gains are as good as any here
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return patch_model(LlamaForCausalLM(config), Scheme(q="rms", k="rms", softcap=5.0))
-    finally:
-        logger.setLevel(level)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return patch_model(LlamaForCausalLM(config), Scheme(q="rms", k="rms", softcap=5.0))
 
 
 def _numbers(model: Any, attention: str, ids: Tensor) -> list[Tensor]:
