@@ -21,11 +21,10 @@ from hf_qknorm.attend.implementations import (
     IMPLEMENTATIONS,
     TRITON,
     Implementation,
-    choose,
     device_type,
-    log_choice,
     log_once,
     refuse,
+    run,
 )
 from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.attend.servers import SERVER_BACKENDS
@@ -136,10 +135,7 @@ def best_attention(
     if biased or weights_wanted(kwargs):
         log_once("forms every logit in memory, for output_attentions=True, or a position bias with gradient or dropout")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    call = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
-    choice = choose(call)
-    log_choice(choice)
-    return as_results(choice.implementation.run(*call), value)
+    return as_results(run(make_call(module, Heads(query, key, value), attention_mask, **kwargs)), value)
 
 
 def _named(implementation: Implementation) -> Callable[..., tuple[Tensor, None]]:

@@ -144,9 +144,9 @@ def step(module: nn.Module, call: Call, heads: Heads, filled: Tensor | None) -> 
 
 
 def run(call: Call) -> Tensor:
-    """Attention by the first implementation that takes the call."""
+    """Attention by the first implementation that takes the call. The logged reason is that of its first call."""
     choice = choose(call)
-    log_choice(choice)
+    log_once(f"runs {choice.implementation.words}", "" if choice.reason is None else f": {choice.reason}")
     return choice.implementation.run(*call)
 
 
@@ -167,11 +167,6 @@ def refuse(reason: str | None, implementation: Implementation) -> None:
             f'attn_implementation="{implementation.name}" can\'t serve this call: {reason}. Call '
             'model.set_attn_implementation("hf_qknorm"), which takes the kernels only where they serve'
         )
-
-
-def log_choice(choice: Choice) -> None:
-    """Log which implementation runs; the reason is that of its first call."""
-    log_once(f"runs {choice.implementation.words}", "" if choice.reason is None else f": {choice.reason}")
 
 
 def log_once(message: str, details: str = "") -> None:
