@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,13 +23,10 @@ from hf_qknorm import (
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel, derived_config
 from hf_qknorm.model.plain_attention import PlainAttention
+from qknorm_tests.folders import contents
 from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
 from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
 from qknorm_tests.tiny import TINY
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
 
 
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
@@ -43,9 +39,9 @@ def test_the_files_are_those_of_the_unpatched_model(model_type, tmp_path):
     model.save_pretrained(tmp_path / "patched")
     model.config.save_pretrained(tmp_path / "config")
     copy.deepcopy(model).save_pretrained(tmp_path / "copy")
-    expected = files(tmp_path / "unpatched")
-    assert files(tmp_path / "patched") == files(tmp_path / "copy") == expected
-    assert files(tmp_path / "config") == {"config.json": expected["config.json"]}
+    expected = contents(tmp_path / "unpatched")
+    assert contents(tmp_path / "patched") == contents(tmp_path / "copy") == expected
+    assert contents(tmp_path / "config") == {"config.json": expected["config.json"]}
     assert isinstance(model, QKNormModel)  # for LogitMonitor and QKClip
     assert model.config.scheme == SCHEMES["none"]
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
@@ -63,7 +59,7 @@ def test_a_stored_none_stays_stored(tmp_path):
     stored.save_pretrained(tmp_path / "first")
     AutoModelForCausalLM.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
     assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qknorm_llama"
-    assert files(tmp_path / "second") == files(tmp_path / "first")
+    assert contents(tmp_path / "second") == contents(tmp_path / "first")
 
 
 def test_the_checkpoints_of_a_watched_run(tmp_path):

@@ -19,8 +19,8 @@ from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.knees import apply_knee, powers_of
 from qknorm_tests.folders import edit, edit_config
-from qknorm_tests.kneed import as_older, eps_of
-from qknorm_tests.tables import make_batch, randomise, sharp_model
+from qknorm_tests.kneed import as_older, eps_of, logits
+from qknorm_tests.tables import randomise, sharp_model
 
 KNEED = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, knee=4.0)
 LAYERS = {"model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "disk"}
@@ -44,11 +44,6 @@ NAME = f"{LAYER}.k_norm.eps"
 
 def made(scheme: Scheme = KNEED) -> PreTrainedModel:
     return randomise(patch_model(sharp_model("llama"), scheme)).eval()
-
-
-@torch.no_grad()
-def logits(model: PreTrainedModel) -> Tensor:
-    return model(**make_batch("left", labels=False)).logits
 
 
 def assert_equal_eps(model: PreTrainedModel, expected: PreTrainedModel) -> None:
