@@ -106,10 +106,10 @@ def _advise_normed(found: Inspection) -> tuple[Scheme, list[str]]:
         return found.present, reasons
     chosen, *reasons = _harmless_cap(found) or (wide_cap(largest, cap),)
     return _with_cap(found, chosen), [
-        f"norms on queries and keys bound the logits in proportion to their gains ({allowed}), and the gains have "
-        "grown",
+        f"norms on queries and keys bound the logits in proportion to their gains ({allowed}), and these "
+        "gains allow large ones",
         *reasons,
-        "a cap is all that can be added to norms; if the gains still grow, decay or clip them, or lower the rate",
+        "a cap is all that can be added to norms; if the gains grow in training, decay or clip them, or lower the rate",
     ]
 
 
@@ -134,8 +134,8 @@ def _knee_reasons(found: Inspection, knees: KneeTrials, chosen: KneeTrial) -> li
     """Cost and bound of the knee that `calibrate` would choose, of smaller ones, and the cap without calibration."""
     bound = "" if chosen.bound is None else f", and no input can give a |logit| over {chosen.bound:.0f}"
     reasons = [
-        f"calibrate() finds gains and a knee of {chosen.knee:g} for this scheme: the loss rises by {chosen.rise:.3f} "
-        f"nats, with a KL of {chosen.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: "
+        f"calibrate() finds gains and a knee of {chosen.knee:g} for this scheme: the loss changes by "
+        f"{chosen.rise:+.3f} nats, with a KL of {chosen.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: "
         f"{knees.jump:.3f}){bound}"
     ]
     if tighter := [trial for trial in knees.trials if trial.knee < chosen.knee and trial.bound is not None]:

@@ -87,7 +87,7 @@ CASES = {
     "a knee keeps the loss": (
         measurements(80.0, knees=KEPT, trials={Scheme(softcap=50.0): CHEAP}),
         "qk_norm_cap",
-        "finds gains and a knee of 4 for this scheme: the loss rises by 0.007 nats, with a KL of 0.004 (allowed: "
+        "finds gains and a knee of 4 for this scheme: the loss changes by +0.007 nats, with a KL of 0.004 (allowed: "
         "0.011; fresh gains and no knee: 1.100), and no input can give a |logit| over 200",
     ),
     "no knee keeps the loss": (
@@ -110,15 +110,15 @@ CASES = {
         "none",
         "the gains allow far more than was seen: watch them and the logits with LogitMonitor",
     ),
-    "Qwen3 with grown gains": (
+    "Qwen3 with large gains": (
         measurements(60.0, normed=True, bound=300.0),
         "Scheme(softcap=110.0)",
-        "in proportion to their gains (to at most 300 for any input), and the gains have grown",
+        "in proportion to their gains (to at most 300 for any input), and these gains allow large ones",
     ),
-    "patched with norms whose gains have grown": (
+    "patched with norms of large gains": (
         measurements(60.0, scheme=NORMED, normed=True),
         "Scheme(q='rms', k='rms', softcap=110.0)",
-        "and the gains have grown",
+        "if the gains grow in training, decay or clip them",
     ),
     "DeepSeek V3": (
         measurements(20.0, latent=True, knees=KEPT),
