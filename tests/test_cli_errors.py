@@ -122,7 +122,10 @@ ERRORS = [
     (["inspect", "./nowhere", "--texts", "BINARY"], "BINARY is no text in UTF-8"),
     (["inspect", "nowhere"], "nowhere is no folder here, and the download from the Hub failed"),
     (["inspect", "MODEL", "--texts", "FILE"], "gives 0 tokens to predict, expected at least 16"),
-    (["inspect", "MODEL", "--tokens", "1"], "gives 0 tokens to predict, expected at least 16"),
+    (
+        ["inspect", "MODEL", "--tokens", "1"],
+        "gives 0 tokens to predict, expected at least 16: give more text, or a larger",
+    ),
     (["inspect", "SMALL", "--texts", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
     (["inspect", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
     (["inspect", "BERT"], "bert has bidirectional attention"),

@@ -91,11 +91,11 @@ def _datasets(name: str) -> Any:
 
 
 def _dataset_texts(name: str) -> Iterator[str]:
-    rows = _datasets(name).load_dataset(name, split="train", streaming=True)
+    datasets = _datasets(name)
     try:
-        yield from map(_row_text, rows)
-    except ValueError as error:
-        raise ValueError(f"the dataset {name!r}: {error}") from None
+        yield from map(_row_text, datasets.load_dataset(name, split="train", streaming=True))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{name!r} is no file or folder here, and no readable dataset on the Hub: {error}") from error
 
 
 def tokenize(tokenizer: Any, text: str) -> Tensor:
@@ -233,8 +233,8 @@ def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
         targets += int(counted.sum())
     if targets < MIN_TARGETS:
         raise ValueError(
-            f"the text gives {targets} tokens to predict, expected at least {MIN_TARGETS}: give more text. (Or the "
-            "model's max_position_embeddings leaves no room for them)"
+            f"the text gives {targets} tokens to predict, expected at least {MIN_TARGETS}: give more text, or a "
+            "larger max_tokens (--tokens). (Or the model's max_position_embeddings leaves no room for them)"
         )
     size = getattr(config.get_text_config(), "vocab_size", None)
     limits = [batch["input_ids"].aminmax() for batch in batches if batch["input_ids"].numel()]

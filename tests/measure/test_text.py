@@ -67,8 +67,19 @@ def test_text_from_a_dataset_by_name(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter(rows))
     assert load_text("owner/corpus", limit=6) == "one\ntw"
     monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: iter([{"id": 1}]))
-    with pytest.raises(ValueError, match="'owner/corpus': a row has no column of text, only id"):
+    with pytest.raises(ValueError, match="'owner/corpus' is .*: a row has no column of text, only id"):
         load_text("owner/corpus")
+
+
+@pytest.mark.parametrize("error", [ConnectionError("Couldn't reach it"), ValueError("Config name is missing")])
+def test_a_dataset_that_can_not_be_read_is_named(monkeypatch, error):
+    def load_dataset(name: str, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pytest.importorskip("datasets"), "load_dataset", load_dataset)
+    message = f"'corpus' is no file or folder here, and no readable dataset on the Hub: {error}"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        load_text("corpus")
 
 
 def test_byte_tokenizer_round_trip(tmp_path):
