@@ -91,6 +91,11 @@ class Text:
         cut = int(len(text) * (1 - HELD_OUT))
         self.length = options.length
         self.seen, self.held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
+        if (least := min(len(self.seen), len(self.held_out))) < self.length:
+            raise ValueError(
+                f"a part of the text has {least} tokens, expected {self.length} or more (--length) in its first nine "
+                "tenths, which train, and in its last: give more text"
+            )
 
     def batches(self, count: int, batch: int, seed: int) -> list[Tensor]:
         """Sample batches `[B, T]` at random places of the training part."""

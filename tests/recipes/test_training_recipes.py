@@ -93,6 +93,14 @@ def test_lora_trains_the_gains_and_merges_exactly(text, checkpoint, tmp_path, ca
     assert places == sorted(places)  # each stage is printed when it begins or ends, not at the end
 
 
+@pytest.mark.parametrize(("characters", "least"), [(300, 30), (20, 2)])
+def test_a_text_without_a_row_to_judge_by_is_refused(characters, least, checkpoint, tmp_path):
+    (tmp_path / "short.txt").write_text("a" * characters)
+    command = ["--config", checkpoint, "--text", str(tmp_path / "short.txt"), *SMALL]
+    with pytest.raises(ValueError, match=rf"a part of the text has {least} tokens, expected 32 or more \(--length\)"):
+        scratch.main([*command, "--output_dir", str(tmp_path / "out")])
+
+
 @pytest.mark.parametrize(
     "method", [["--scheme", "qk_norm"], ["--scheme", "none", "--quack", "1"], ["--scheme", "none", "--qk_clip", "100"]]
 )
