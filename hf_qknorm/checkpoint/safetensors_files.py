@@ -183,9 +183,11 @@ class Weights:
         if not path.is_file():
             raise FileNotFoundError(f"{path} is missing: {INDEX} names it. Download the checkpoint again")
         try:
-            with safe_open(path, framework="pt"), path.open("rb") as raw:  # the library checks header and file length
+            with path.open("rb") as raw, safe_open(path, framework="pt"):  # the library checks header and file length
                 length = int.from_bytes(raw.read(8), "little")
                 header = json.loads(raw.read(length))
+        except PermissionError:
+            raise
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path} is truncated or corrupted ({shorten(str(error))}): download it again") from error
         self.metadata[file] = header.pop("__metadata__", None) or {}

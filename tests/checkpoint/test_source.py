@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -189,6 +190,20 @@ def test_the_unreadable_one_of_several_pickles_is_named(tmp_path):
     (source / PICKLES).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     with pytest.raises(ValueError, match=rf"{source / files[1]} is truncated or corrupted"):
         convert_checkpoint(source, tmp_path / "out", allow_pickle=True)
+
+
+def test_weights_without_permission_are_not_called_corrupted(tmp_path, monkeypatch):
+    source = save(sharp_model("llama"), tmp_path / "source")
+    opened = Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:  # root may read anything
+        if path.name == SINGLE:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(PermissionError, match=rf"Permission denied: '{source / SINGLE}'"):
+        convert_checkpoint(source, tmp_path / "out")
 
 
 Q_EPS = "model.layers.1.self_attn.q_norm.eps"
