@@ -155,7 +155,9 @@ def _card(options: Namespace) -> None:
     if options.length is not None and options.texts is None:
         raise ValueError("--length is for a measurement: give --texts TEXT as well")
     folder = user_path(options.checkpoint, "the checkpoint")
-    with _reported(*(folder / name for name in ([] if options.texts is None else [REPORT]) + [CARD])):
+    files = [folder / name for name in ([] if options.texts is None else [REPORT]) + [CARD]]
+    check_writable(*files)
+    with _reported(*files):
         if options.texts is not None:
             from hf_qknorm.convert.remeasure import remeasure_checkpoint
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -146,7 +147,7 @@ ERRORS = [
     (["export", "MODEL", "out"], "MODEL is a plain llama, not a patched model"),
     (["export", "PATCHED", "FILE"], "FILE is a file or a link"),
     (["card", "./nowhere"], "nowhere/config.json is missing"),
-    (["card", "FILE"], "FILE/config.json is missing"),
+    (["card", "FILE"], "FILE is a file: give a folder"),
     (["card", "FOLDER"], "FOLDER/config.json is missing"),
     (["card", "MODEL"], "MODEL holds a plain llama: convert it first"),
     (["card", "PATCHED", "--length", "64"], "--length is for a measurement: give --texts TEXT as well"),
@@ -244,6 +245,13 @@ def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     assert status == 2
     assert message in error
     assert error.rstrip().endswith("--help)")
+
+
+def test_a_card_for_a_folder_that_is_not_writable_is_refused_before_a_measurement(places, capsys, monkeypatch):
+    monkeypatch.chdir(places)
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    status, error = refused(["card", "PATCHED", "--texts", "TEXT.txt"], capsys)
+    assert (status, error) == (1, f"hf-qknorm: {places}/PATCHED may not be written to: give another folder\n")
 
 
 @pytest.mark.parametrize("command", ["convert", "inspect"])
