@@ -63,8 +63,8 @@ def _compilers() -> Iterator[Finding]:
         yield Finding(
             "Triton", "interprets kernels (TRITON_INTERPRET=1)" if interpreted else "compiles kernels, for GPUs"
         )
-    names = (os.environ.get("CXX"), "c++", "g++", "clang++", "cl")
-    compiler = next((path for name in names if name and (path := shutil.which(name))), None)
+    wanted = os.environ.get("CXX", "").split()[:1]  # with arguments, as in "ccache g++"
+    compiler = next(filter(None, map(shutil.which, wanted or ("c++", "g++", "clang++", "cl"))), None)
     yield Finding("C++ compiler", f"{compiler or 'none'} (for attention and torch.compile on a CPU, and for Triton)")
 
 

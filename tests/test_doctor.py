@@ -65,6 +65,14 @@ def test_a_foreign_cache_folder_is_noted(monkeypatch, tmp_path):
     assert doctor._cache_folder().text == "not used: Could not determine home directory."
 
 
+@pytest.mark.parametrize("named", ["/nowhere/c++", "nowhere g++"])
+def test_the_compiler_is_the_one_that_CXX_names(monkeypatch, named):
+    monkeypatch.setenv("CXX", named)
+    assert [*doctor._compilers()][-1].text.startswith("none (for attention")
+    monkeypatch.setenv("CXX", f"{sys.executable} -O")
+    assert [*doctor._compilers()][-1].text.startswith(f"{sys.executable} (for attention")
+
+
 CASES = [
     ("torch", None, ">=2.11", "problem", 'not installed: pip install "torch>=2.11"'),
     ("transformers", "5.9.0", ">=5.17,<6", "problem", "5.9.0, but >=5.17,<6 is needed"),
