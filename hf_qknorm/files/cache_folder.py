@@ -55,8 +55,13 @@ def folder() -> Path:
 def make_folder() -> Path:
     """Return `folder()`, created with its parents, with mode 0700. Raises OSError if it can not be written to."""
     path = folder()
-    for place in reversed((path, *path.parents)):
-        place.mkdir(mode=0o700, exist_ok=True)
+    try:
+        for place in reversed((path, *path.parents)):
+            place.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise PermissionError(
+            f"{path} can't be made ({error.strerror}): set XDG_CACHE_HOME to a folder of your own"
+        ) from error
     made = folder()  # another user may have been first
     if not os.access(made, os.W_OK | os.X_OK):
         raise PermissionError(f"{made} may not be written to: set XDG_CACHE_HOME to a folder of your own")

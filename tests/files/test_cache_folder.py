@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import os
 import pwd
@@ -76,6 +77,17 @@ def test_a_folder_that_is_not_writable_is_refused_with_the_way_out(monkeypatch):
     assert folder() == made
     with pytest.raises(
         PermissionError, match=f"{made} may not be written to: set XDG_CACHE_HOME to a folder of your own"
+    ):
+        make_folder()
+
+
+def test_a_folder_that_can_not_be_made_is_reported_with_the_way_out(base, monkeypatch):
+    def refuse(path: Path, **_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(
+        PermissionError, match=rf"^{base}/hf_qknorm can't be made \(Read-only file system\): set XDG_CACHE_HOME to"
     ):
         make_folder()
 
