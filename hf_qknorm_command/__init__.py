@@ -26,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     1: an error that the user can fix, described in one line; 2: wrong arguments; 128 + n: signal n, with a line about
     the files that were written; 141: the output was closed. Any other exception is a bug and is raised.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, or under pythonw
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # for terminals that lack a character
@@ -33,8 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _signals_as_interrupts():
             options = make_parser().parse_args(arguments)
             _run(options)
-            if sys.stdout is not None:
-                sys.stdout.flush()
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python reports an error when it flushes
         return 128 + 13

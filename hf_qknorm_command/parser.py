@@ -34,8 +34,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"hf-qknorm: {one_line(message)} (see {self.prog} --help)\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
-        if sys.stdout is not None:
-            sys.stdout.flush()  # raises BrokenPipeError here if the reader has closed the output
+        sys.stdout.flush()  # raises BrokenPipeError here if the reader has closed the output
         super().exit(status, message)
 
 

@@ -43,3 +43,11 @@ def test_the_version_is_that_of_the_code_and_not_of_the_installation(tmp_path):
     command = [sys.executable, "-c", "import hf_qknorm_command; hf_qknorm_command.main(['--version'])"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "99.0\n", done.stderr
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such shell")
+def test_a_command_runs_without_an_output():
+    code = "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())"
+    command = ["sh", "-c", f'"$0" -c "{code}" --version >&-', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
