@@ -159,7 +159,7 @@ ERRORS = [
     (["push", "PATCHED", "me/tiny"], "HF_HUB_OFFLINE is set"),
     (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),
     (["push", "FILE", "me/tiny"], "FILE is no folder: expected one with a checkpoint"),
-    (["push", "MODEL", "me/tiny"], "holds a plain llama: convert it first"),
+    (["push", "MODEL", "me/tiny"], "or patch the model and save it. `hf upload` pushes plain models, as exports are"),
     (["push", "BROKEN", "me/tiny"], "model.safetensors is truncated or corrupted"),
 ]
 USAGE = [

@@ -45,7 +45,7 @@ def open_checkpoint(folder: str | os.PathLike[str]) -> Iterator[Source]:
         if not source.config.model_type.startswith(TYPE_PREFIX):
             raise ValueError(
                 f"{path} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert), or patch the "
-                "model and save it"
+                "model and save it. `hf upload` pushes plain models, as exports are"
             )
         source.check_complete()
         source.check_gains()
