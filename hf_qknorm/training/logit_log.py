@@ -78,7 +78,7 @@ class LogitSample:
         try:
             data = json.loads(line)
         except (RecursionError, ValueError) as error:
-            raise ValueError(f"no JSON ({error})") from None
+            raise ValueError(f"no JSON, expected a sample of LogitMonitor ({error})") from None
         if not is_shallow(data):
             raise ValueError("nested too deeply")
         layers = partial(read_layers, record=LayerStatistics)

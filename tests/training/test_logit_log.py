@@ -86,7 +86,7 @@ def changed(**fields):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("not json", "no JSON"),
+        ("not json", "no JSON, expected a sample of LogitMonitor"),
         ("[" * 100_000, "nested too deeply|no JSON"),
         ('{"a":' * 200 + "1" + "}" * 200, "nested too deeply"),
         ("[]", "sample is .*expected a mapping"),
