@@ -180,7 +180,7 @@ class HeadNorm(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle as PyTorch does. In pickles of older versions the knee's ε is a buffer."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if (stored := self._buffers.pop("eps", None)) is not None:
+        if "eps" not in state and (stored := self._buffers.pop("eps")) is not None:  # else it is of `expect_eps`
             self.eps = stored
 
     @torch.no_grad()
