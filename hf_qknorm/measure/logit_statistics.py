@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,7 +111,8 @@ def watched_layers(
             hook = _hook_projections if layer.has_own_norms else _hook_norms
             hook(layer, watchers[name], stack)
             _hook_outputs(block_outputs(model, name), watchers[name], stack)
-        passes.observe(model, watchers, stack)
+        for undo in passes.observe(model, watchers):
+            stack.callback(undo)
         yield collected
 
 
@@ -126,17 +128,21 @@ class PassFilter:
         self.watching = False
         self.masks: list[list[Tensor | None]] = []  # of nested models: their own, and their encoder's
 
-    def observe(self, model: nn.Module, observers: Mapping[str, Any], stack: ExitStack) -> None:
-        """Add the observers to the layers of these names until `stack` is closed, and hook all transformers models."""
+    def observe(self, model: nn.Module, observers: Mapping[str, Any]) -> list[Callable[[], Any]]:
+        """Add the observers to the layers of these names, and hook all transformers models.
+
+        Returns the calls that undo this. Pickles and copies of the model hold them.
+        """
+        undo: list[Callable[[], Any]] = [partial(setattr, self, "watching", False)]  # others may still call these
         for module in model.modules():
             if isinstance(module, PreTrainedModel):
-                stack.callback(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
-                stack.callback(module.register_forward_hook(self.leave, always_call=True).remove)
+                undo.append(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
+                undo.append(module.register_forward_hook(self.leave, always_call=True).remove)
         for name, observer in observers.items():
             layer: Any = model.get_submodule(name)
             layer.observers += (observer,)
-            stack.callback(_remove_observer, layer, observer)
-        stack.callback(setattr, self, "watching", False)  # even if another observer still calls these
+            undo.append(partial(_remove_observer, layer, observer))
+        return undo
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.masks:
@@ -166,7 +172,7 @@ class PassFilter:
 
 
 def _remove_observer(layer: QKNormAttention, observer: Any) -> None:
-    left = tuple(other for other in vars(layer).pop("observers", ()) if other is not observer)  # none once unpatched
+    left = tuple(other for other in vars(layer).pop("observers", ()) if other != observer)  # none once unpatched
     if left:
         layer.observers = left
 

@@ -12,13 +12,12 @@ as in Megatron-LM. Not in the paper: where the scheme norms one side alone, the 
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_qknorm.attend.calls import Structure
@@ -62,28 +61,29 @@ class QKClip(TrainerCallback):
         check_unshared(self.parts, "QKClip would clip them twice")
         self.heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
-        self.passes = PassFilter(lambda model: torch.is_grad_enabled())
-        self.observers = {name: partial(self._observe, name) for name in self.layers}
+        self.passes = PassFilter(_has_gradients)
         self.model = model
-        self.hooks = ExitStack()
+        self.undo: list[Callable[[], Any]] = []  # of `watch`
         self.watch()
 
     def watch(self) -> None:
         """Observe the logits from now on, as after construction, beside other observers."""
         self.remove()
-        self.passes.observe(self.model, self.observers, self.hooks)
+        self.undo = self.passes.observe(self.model, dict.fromkeys(self.layers, self._observe))
 
     def remove(self) -> None:
         """Stop observing, and remove all hooks from the model."""
-        self.hooks.close()
+        while self.undo:
+            self.undo.pop()()
 
     @torch.no_grad()
     def _observe(
-        self, name: str, layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
+        self, layer: QKNormAttention, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]
     ) -> None:
         """Record the largest logits of the layer."""
         if not self.passes.watching:
             return
+        name = next(name for name, own in self.layers.items() if own is layer)
         if q.shape[1] != self.heads[name]:
             raise ValueError(
                 f"{name} has {q.shape[1]} of its {self.heads[name]} heads here: QKClip does not support tensor "
@@ -102,7 +102,7 @@ class QKClip(TrainerCallback):
         Raises RuntimeError if a layer is no longer observed.
         """
         for name, layer in self.layers.items():
-            if self.observers[name] not in getattr(layer, "observers", ()):  # unpatched layers have none
+            if self._observe not in getattr(layer, "observers", ()):  # unpatched layers have none
                 raise RuntimeError(f"{name} is not watched: another observer replaced QKClip's, or remove() was called")
         clipped = {}
         for name, largest in self._gathered().items():
@@ -139,6 +139,11 @@ class QKClip(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.remove()
+
+
+def _has_gradients(model: nn.Module) -> bool:
+    """Whether a forward pass of the model counts; no lambda, which pickles can't hold."""
+    return torch.is_grad_enabled()
 
 
 def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -> Tensor:

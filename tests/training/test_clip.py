@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from typing import Any
 
@@ -135,6 +136,28 @@ def test_other_observers_and_removal():
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     with pytest.raises(RuntimeError, match=r"layers\.0\.self_attn is not watched"):
         clip.step()
+
+
+def saved_and_loaded(found: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(found, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded])
+def test_a_copy_of_a_watched_model_has_a_clip_of_its_own(copied):
+    model, expected = made("llama"), clipped_after(made("llama"), make_batch("plain"))
+    clip = QKClip(model, threshold=1.0)
+    other, other_clip = copied((model, clip))
+    copied(model)(**make_batch("plain"))  # watched by a copy of `clip`
+    other(**make_batch("plain"))
+    torch.testing.assert_close(other_clip.step(), expected)
+    assert clip.step() == {}
+    other_clip.remove()
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in other.modules())
+    model(**make_batch("plain"))
+    torch.testing.assert_close(clip.step(), expected)
 
 
 def test_the_trainer_clips_as_a_bare_loop_does(tmp_path):
