@@ -31,7 +31,6 @@ from hf_qknorm.measure.distributed import (
     broadcast_attention,
     gather_batches,
     ranks_of,
-    reshard,
     token_count,
     unwrap,
 )
@@ -45,6 +44,7 @@ from hf_qknorm.measure.predictions import (
 from hf_qknorm.measure.regroup import divided
 from hf_qknorm.measure.text import batches_for, check_batches, context_length, longest_sequence
 from hf_qknorm.model.fold import is_exact
+from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee
 from hf_qknorm.model.record import set_record

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.files.progress import progress_bar
-from hf_qknorm.measure.distributed import ONE_PROCESS, Batches, Ranks, copy_into, reshard
+from hf_qknorm.measure.distributed import ONE_PROCESS, Batches, Ranks, copy_into
 from hf_qknorm.model.accelerate_hooks import input_device
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
+from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.knees import apply_knee, centred_and_size
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm

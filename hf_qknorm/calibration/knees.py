@@ -14,9 +14,10 @@ import torch
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms
-from hf_qknorm.measure.distributed import Batches, reshard
+from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.predictions import output_error, predictions
 from hf_qknorm.model.attention import evaluating, every_norm
+from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.knees import apply_knee, gain_factors, scale_gain
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.reports.records import Prediction

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.fsdp import fsdp_modules
 from hf_qknorm.model.knees import apply_knee, knee_of, powers_of
 from hf_qknorm.model.tensor_parallel import shards_heads
 
@@ -88,7 +89,7 @@ def ranks_of(model: nn.Module) -> Ranks:
     """
     if isinstance(model, DistributedDataParallel):
         return Ranks(data=model.process_group)
-    sharded, parallel = bool(_fsdp_modules(model)), getattr(unwrap(model), "_tp_size", None) is not None
+    sharded, parallel = bool(fsdp_modules(model)), getattr(unwrap(model), "_tp_size", None) is not None
     if any(hasattr(p, "ds_id") for p in model.parameters()) or (sharded and parallel):  # DeepSpeed sets ds_id
         raise ValueError(
             "this model is sharded by DeepSpeed or in several ways at once: calibrate it before sharding, and save it"
@@ -105,18 +106,6 @@ def ranks_of(model: nn.Module) -> Ranks:
             "this model is sharded over a part of the processes: calibrate it before sharding, and save it"
         )
     return Ranks(data=dist.group.WORLD)
-
-
-def _fsdp_modules(model: nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule  # slow to import
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-def reshard(model: nn.Module) -> None:
-    """Free the full parameters of an FSDP2 model that a forward pass left in place of the shards."""
-    for module in _fsdp_modules(model):
-        module.reshard()
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -172,7 +161,7 @@ def gather_batches(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ran
 @torch.no_grad()
 def broadcast_attention(model: nn.Module, ranks: Ranks) -> None:
     """Copy the first rank's attention parameters and powers to the other ranks' copies of the model."""
-    if ranks.data is None or _fsdp_modules(model):
+    if ranks.data is None or fsdp_modules(model):
         return
     for layer in patched_layers(model).values():
         for tensor in layer.parameters():

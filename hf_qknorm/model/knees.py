@@ -21,9 +21,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hf_qknorm.model.attention import QKNormAttention, head_norms, norm_copies, patched_layers, require_patched
 from hf_qknorm.model.config_checks import config_file
+from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 
@@ -139,6 +141,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
     layers, knee = require_patched(model), min(knee, NO_NORM)
     if knee == knee_of(model):
         return
+    reshard(model)
     check_gains(layers)
     dataclasses.replace(next(iter(layers.values())).scheme, knee=knee)  # raises for an invalid knee
     scaled = gain_factors(model, partial(_factor, knee=knee))
@@ -223,7 +226,10 @@ def _check_range(scaled: list[tuple[HeadNorm, float]]) -> None:
     """Raise ValueError for gains in float16 that their factors would make infinite."""
     for norm, factor in scaled:
         weight: Any = norm.weight
-        if weight.dtype == torch.float16 and float(weight.abs().max()) * factor > torch.finfo(torch.float16).max:
+        if weight.dtype != torch.float16 or not weight.numel():
+            continue
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight  # a rank's shard may be empty
+        if float(whole.abs().max()) * factor > torch.finfo(torch.float16).max:
             raise ValueError(
                 f"a gain in float16 would be multiplied by {factor:.4g}, beyond its range: train in float32 or bfloat16"
             )

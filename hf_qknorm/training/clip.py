@@ -27,6 +27,7 @@ from hf_qknorm.measure.head_weights import attention_head_weights, check_unshare
 from hf_qknorm.measure.logit_statistics import PassFilter
 from hf_qknorm.measure.logits import visible_keys
 from hf_qknorm.model.attention import QKNormAttention, require_patched
+from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.ops.tiled_blocks import Problem
 from hf_qknorm.ops.types import Heads, Options, Visible
 
@@ -105,6 +106,7 @@ class QKClip(TrainerCallback):
             if self._observe not in getattr(layer, "observers", ()):  # unpatched layers have none
                 raise RuntimeError(f"{name} is not watched: another observer replaced QKClip's, or remove() was called")
         clipped = {}
+        reshard(self.model)
         for name, largest in self._gathered().items():
             exponents, parts = self.exponents[name], self.parts[name]
             factor = torch.where(largest > self.threshold, self.threshold / largest, 1.0)

@@ -119,6 +119,17 @@ def knee_by_fsdp(rows: slice) -> nn.Module:
     return model
 
 
+def scalar() -> PreTrainedModel:
+    """A model in float16 with one gain a layer, of which the second of two ranks has nothing."""
+    return patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", gain="scalar", knee=2.0)).half()
+
+
+def scalar_by_fsdp(rows: slice) -> nn.Module:
+    model = shard(scalar())
+    set_knee(model, 1.0)
+    return model
+
+
 def with_muon(model: Any, optimizer: MuonClip, rows: slice, seen: Callable[[Any], None] = bool) -> nn.Module:
     """Train with so many tokens that no matrix has a gradient of low rank, whose noise Muon would enlarge."""
     for step in range(STEPS):
@@ -154,6 +165,7 @@ RUNS: dict[str, dict[str, Callable[[slice], nn.Module]]] = {
     **{model_type: {way: partial(run, model_type) for way, run in WAYS.items()} for model_type in MODELS},
     "knee": KNEES,
     "muon": MUON,
+    "scalar": {"fsdp": scalar_by_fsdp},
 }
 
 

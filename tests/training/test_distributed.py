@@ -14,10 +14,11 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
-from hf_qknorm import Calibration, calibrate, patch_model
+from hf_qknorm import Calibration, QKClip, calibrate, patch_model, set_knee
 from hf_qknorm.files.names import REPORT, SINGLE
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.model.record import is_changed
@@ -35,7 +36,7 @@ from qknorm_tests.distributed_run import (
     gradients,
     made,
 )
-from qknorm_tests.kneed import eps_of
+from qknorm_tests.kneed import eps_of, logits
 from qknorm_tests.pair import run_in_turn
 from qknorm_tests.short_runs import assert_equal_weights
 from qknorm_tests.slow import slow_but
@@ -99,7 +100,7 @@ def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
     """Also of a model that loads a sharded state dict."""
     model = made("knee")
     expected = eps_of(model)
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    mesh = init_device_mesh("cpu", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in (*model.model.layers, model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -112,6 +113,28 @@ def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
     for sharded in (model, again):
         assert eps_of(sharded) == expected
         assert {eps.dtype for eps in eps_of(sharded).values()} == {torch.float32}
+
+
+@torch.no_grad()
+def test_weights_that_a_forward_pass_gathered_are_not_changed_in_place_of_the_shards(process_group):
+    """After it, FSDP2 keeps those of the root, until a backward pass."""
+    expected, model = made("knee"), fully_shard(made("knee"), mesh=init_device_mesh("cpu", (1,)))
+    model(**make_batch("plain"))
+    for each in (expected, model):
+        set_knee(each, 1.0)
+    model.reshard()
+    assert torch.equal(logits(model), logits(expected))
+
+
+def test_a_clip_changes_the_shards(process_group):
+    expected, model = (patch_model(sharp_model("llama"), "none") for _ in range(2))
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    for each in (expected, model):
+        clip = QKClip(each, threshold=1.0)
+        each(**make_batch("plain"))
+        assert clip.step()
+    model.reshard()
+    assert torch.equal(logits(model), logits(expected))
 
 
 @pytest.mark.slow
@@ -160,7 +183,7 @@ def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, 
 
 def test_calibrating_folded_biases_of_a_sharded_model_is_refused(process_group):
     folded = patch_model(sharp_model("gpt2"), "qkv_norm")
-    model = fully_shard(folded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
+    model = fully_shard(folded, mesh=init_device_mesh("cpu", (1,)))
     with pytest.raises(ValueError, match="sharded over several devices, .* pre_norm=False: calibrate it before"):
         calibrate(model, calibration_batches())
     partitioned = made("shared")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from hf_qknorm import set_knee
 from hf_qknorm.measure.head_weights import sizes
 from hf_qknorm.training.quack import learning_rates
 from qknorm_tests.pair import of_task, run_once, run_pairs
@@ -24,6 +25,7 @@ from qknorm_tests.sharded_run import (
     made,
     muon,
     rules,
+    scalar,
     train,
     with_muon,
 )
@@ -65,6 +67,14 @@ def test_a_knee_falls_in_two_processes_as_in_one(way, folder):
     assert not [name for name in found if name.endswith(".eps")]
     for name, p in model.state_dict().items():
         torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-6, msg=name)
+
+
+def test_set_knee_rescales_a_gain_that_a_rank_has_no_part_of(folder):
+    model = scalar()
+    set_knee(model, 1.0)
+    found = trained(folder, "scalar", "fsdp")
+    for name, p in model.state_dict().items():
+        assert torch.equal(found[name], p), name
 
 
 @pytest.mark.parametrize("way", MUON)
