@@ -146,9 +146,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     >>> type(qk.unpatch_model(model)).__name__
     'LlamaForCausalLM'
     """
-    patched = {
-        path: key for path, key in towers_of(model).items() if isinstance(model.get_submodule(path), QKNormModel)
-    }
+    towers = towers_of(model) if isinstance(model, PreTrainedModel) else {}  # a wrapper is refused below
+    patched = {path: key for path, key in towers.items() if isinstance(model.get_submodule(path), QKNormModel)}
     for path, key in patched.items():
         tower: Any = unpatch_model(model.get_submodule(path))
         set_config(model, with_config(model.config, key, tower.config))

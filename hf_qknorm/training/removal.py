@@ -28,6 +28,7 @@ from hf_qknorm.measure.head_weights import attention_head_weights, parameter_fac
 from hf_qknorm.measure.predictions import loss_of
 from hf_qknorm.measure.text import batches_for, check_batches
 from hf_qknorm.model.attention import evaluating, head_norms, patched_layers
+from hf_qknorm.model.fsdp import fsdp_modules
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import apply_knee, centred_and_size, set_knee
 from hf_qknorm.model.norms import HeadNorm
@@ -59,15 +60,17 @@ def start_removal(
 
     Then train with `KneeSchedule(target=math.inf)`, and call `remove_norms`.
 
-    Raises ValueError, before anything changes, for a model without norms on queries or keys or with a knee; a scheme
-    that norms values or has no gains; latent attention and encoder-decoders; a model that clips queries and keys in
-    front of the norms; a Qwen 3 with sliding windows; sharded weights; and data without text.
+    Raises TypeError for a wrapped model. Raises ValueError, before anything changes, for a model without norms on
+    queries or keys or with a knee; a scheme that norms values or has no gains; latent attention and encoder-decoders; a
+    model that clips queries and keys in front of the norms; a Qwen 3 with sliding windows; sharded weights; and data
+    without text.
 
     >>> model = qk.start_removal(qk.patch_model(model, "qk_norm"), texts)
     >>> qk.set_knee(model, float("inf"))  # at once; in training: KneeSchedule(target=math.inf)
     >>> type(qk.remove_norms(model)).__name__
     'LlamaForCausalLM'
     """
+    _check_bare(model)
     own = isinstance(model, Qwen3ForCausalLM)
     if own:
         _check_qwen3(model)
@@ -113,9 +116,9 @@ def remove_norms(
     and after is logged. It must not rise by more than `max_loss_increase` nats per token; None means no limit. Sharp
     norms that bound few vectors cost little: calibrated, and before any training, about what they cost when added.
 
-    Raises ValueError, before anything changes, for a model that is not patched, norms that still act without `data`,
-    norms of values or of latent attention, a bias of a norm that no projection can take, a clip in front of the norms,
-    sharded weights, a rise above the limit, and a limit without `data`.
+    Raises TypeError for a wrapped model. Raises ValueError, before anything changes, for a model that is not patched,
+    norms that still act without `data`, norms of values or of latent attention, a bias of a norm that no projection can
+    take, a clip in front of the norms, sharded weights, a rise above the limit, and a limit without `data`.
 
     >>> model = qk.start_removal(qk.patch_model(model, qk.Scheme(q="rms", k="rms", softcap=50.0)), texts)
     >>> print(qk.remove_norms(model, texts).config.scheme)
@@ -123,6 +126,7 @@ def remove_norms(
     """
     if data is None and max_loss_increase is not None:
         raise ValueError(f"max_loss_increase={max_loss_increase:g} needs data: give text to measure the loss on")
+    _check_bare(model)
     check_norms(model)
     batches = None
     if data is not None:
@@ -163,6 +167,17 @@ def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
     if not rest.changes_nothing:
         patch_model(model, rest)
     return model
+
+
+def _check_bare(model: Any) -> None:
+    """Raise TypeError for a wrapper, which has no class to change back, and ValueError for a sharded model."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"got a {type(model).__name__}, expected a transformers PreTrainedModel: give the model inside the wrapper "
+            "of DDP or torch.compile, and merge an adapter into it before"
+        )
+    if fsdp_modules(model):
+        raise ValueError("the model is sharded by FSDP2: save it, and prepare and fold the whole model on one device")
 
 
 def _check_qwen3(model: Any) -> None:

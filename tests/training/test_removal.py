@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model, remove_norms, set_knee, start_removal
+from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model, remove_norms, set_knee, start_removal, unpatch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
 from hf_qknorm.training.removal import START, _as_llama
 from qknorm_tests.kneed import REMOVED, kneed, logits, plain, qwen3
-from qknorm_tests.short_runs import SaveAt, trainer
+from qknorm_tests.short_runs import SaveAt, assert_equal_weights, trainer
 from qknorm_tests.tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
@@ -171,6 +175,24 @@ def test_norms_that_act_or_have_a_bias_are_not_folded():
         remove_norms(patch_model(sharp_model("zamba"), "qk_norm"), TEXT)
     with pytest.raises(ValueError, match="is not patched"):
         remove_norms(sharp_model("llama"))
+
+
+def test_wrapped_and_sharded_models_are_refused_unchanged(process_group):
+    model = start_removal(plain(), TEXT)
+    set_knee(model, math.inf)
+    before = copy.deepcopy(model)
+    for wrapped in (DistributedDataParallel(model), torch.compile(model)):
+        for change in (start_removal, remove_norms):
+            with pytest.raises(TypeError, match=f"got a {type(wrapped).__name__}, .* give the model inside"):
+                change(wrapped, TEXT)
+        with pytest.raises(ValueError, match=f"{type(wrapped).__name__} is not patched: unpatch the model inside"):
+            unpatch_model(wrapped)
+        assert type(model) is type(before)
+        assert_equal_weights(model, before)
+    sharded = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    logits(sharded)  # leaves full parameters in place of the shards
+    with pytest.raises(ValueError, match="sharded by FSDP2"):
+        remove_norms(sharded)
 
 
 def test_gains_in_float16_do_not_overflow():
