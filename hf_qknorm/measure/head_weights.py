@@ -251,6 +251,11 @@ def _projection(name: str, layer: Any, part: str) -> Any:
             f"{name}.{part} is a {type(projection).__module__}.{type(projection).__name__}: expected torch's Linear "
             "or transformers' Conv1D, whose outputs belong to heads. Merge adapters first"
         )
+    if not isinstance(projection.weight, nn.Parameter):
+        raise ValueError(
+            f"{name}.{part} has no parameter as its weight, and a change of the weight would be lost: end its "
+            "parametrization (torch.nn.utils.parametrize) before, and shard by FSDP2 (fully_shard) in place of FSDP 1"
+        )
     if projection.weight.dim() != 2 or not projection.weight.is_floating_point():
         raise ValueError(
             f"{name}.{part} has a weight of shape {list(projection.weight.shape)} and {projection.weight.dtype}, "

@@ -58,7 +58,7 @@ def fold_bias(weight: Tensor, bias: Tensor, shift: Tensor, *, transposed: bool) 
 
 
 def check_foldable(model: nn.Module, family: Family) -> None:
-    """Raise ValueError for weights that are not in memory, and for a norm's bias that no projection can take."""
+    """Raise ValueError for weights that can't be changed in place, and a norm's bias that no projection can take."""
     for name, layer in own_layers(model, family).items():
         norm = getattr(model.get_submodule(name.rpartition(".")[0]), family.pre_norm)
         projections = [layer.get_submodule(part) for part in family.style.weights]
@@ -66,6 +66,11 @@ def check_foldable(model: nn.Module, family: Family) -> None:
             raise ValueError(
                 f"{name}: pre_norm=False folds a norm into weights that are not in memory (on the meta device, or "
                 "offloaded). Load the model whole and patch it, or convert its checkpoint with convert_checkpoint"
+            )
+        if not all(isinstance(part.weight, nn.Parameter) for part in projections):
+            raise ValueError(
+                f"{name}: pre_norm=False folds a norm into projections, and one of them has no parameter as its "
+                "weight: end its parametrization (torch.nn.utils.parametrize) before"
             )
         shift = getattr(norm, "bias", None)
         if shift is not None and bool(shift.any()) and any(part.bias is None for part in projections):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES
@@ -79,4 +80,7 @@ def test_unknown_projections_are_refused():
     model.model.layers[1].self_attn.k_proj = nn.Linear(64, 32)
     model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(64 * 32))
     with pytest.raises(ValueError, match=r"k_proj has a weight of shape \[2048\] and torch.float32"):
+        attention_head_weights(model)
+    weight_norm(model.model.layers[0].self_attn.q_proj)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj has no parameter as its weight"):
         attention_head_weights(model)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.parametrizations import weight_norm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
@@ -79,8 +80,11 @@ def test_models_that_can_not_be_folded_are_refused_unchanged():
     with torch.device("meta"):
         meta = LlamaForCausalLM(LlamaConfig(**TINY))
     homeless = trained_like("gpt_neox", attention_bias=False)
+    computed = trained_like("llama")
+    weight_norm(computed.model.layers[0].self_attn.q_proj)
     for model, message in (
         (meta, "not in memory"),
+        (computed, "one of them has no parameter as its weight"),
         (homeless, "its norm has a bias, and its projections have no bias"),
     ):
         before = fingerprint(model)
