@@ -7,6 +7,7 @@ checkpoint of that run.
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import signal
@@ -28,13 +29,14 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
+from qknorm_tests.kneed import eps_of
 from qknorm_tests.short_runs import trainer
 from qknorm_tests.tables import make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_model
@@ -156,6 +158,21 @@ def run_adapter(folder: Path, rank: int) -> None:
         save_file(gradients(model), folder / "adapter.safetensors")
 
 
+def run_sent(folder: Path, rank: int) -> None:
+    """Rank 1 saves the ε that rank 0 sends to a model of the meta device, whose config has others."""
+    source = made("knee")
+    config = copy.deepcopy(source.config)
+    for own in config.qk_norm_powers.values():
+        own.update({name: 3 * x for name, x in own.items()})
+    with torch.device("meta"):
+        model = type(source)(config)
+    model = sharded(model).to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, {} if rank else source.state_dict(), options=options)
+    if rank == 1:
+        save_file(eps_of(model), folder / "sent.safetensors")
+
+
 def run_calibration(name: str, folder: Path, rank: int) -> None:
     for kind, data in {"dealt": calibration_batches()[rank::WORLD], "same": calibration_batches()}.items():
         model = DistributedDataParallel(made("shared"))
@@ -202,6 +219,7 @@ def run_resumed(folder: Path, rank: int) -> None:
 
 
 TASKS: dict[str, Callable[[Path, int], None]] = {
+    "sent": run_sent,
     **{case: partial(run_case, case) for case in CASES},
     "adapter": run_adapter,
     **{name: partial(run_calibration, name) for name in CALIBRATIONS},

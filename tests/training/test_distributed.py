@@ -126,6 +126,11 @@ def test_weights_that_a_forward_pass_gathered_are_not_changed_in_place_of_the_sh
     assert torch.equal(logits(model), logits(expected))
 
 
+@pytest.mark.slow
+def test_a_model_of_the_meta_device_takes_the_knees_that_rank_0_sends(ran):
+    assert load_file(ran("sent") / "sent.safetensors") == eps_of(made("knee"))
+
+
 def test_a_clip_changes_the_shards(process_group):
     expected, model = (patch_model(sharp_model("llama"), "none") for _ in range(2))
     fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
