@@ -1,4 +1,4 @@
-"""The modules of a model that FSDP2 shards."""
+"""The modules of a model that FSDP shards."""
 
 from __future__ import annotations
 
@@ -15,9 +15,16 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the full parameters of an FSDP2 model that a forward pass left in place of the shards.
+    """Free the full parameters of a model under FSDP that a forward pass left in place of the shards.
 
     What is written into them is lost.
     """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._runtime_utils import _reshard  # FSDP 1 has no method for it
+
     for module in fsdp_modules(model):
         module.reshard()
+    for module in model.modules():
+        handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
+        if handle is not None and handle.uses_sharded_strategy and module._is_root is not None:  # None before a pass
+            _reshard(module, handle, True)

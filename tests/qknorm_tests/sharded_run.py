@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainingArguments
 
@@ -130,6 +130,15 @@ def scalar_by_fsdp(rows: slice) -> nn.Module:
     return model
 
 
+def knee_by_fsdp1(rows: slice) -> nn.Module:
+    """Set the knee after a forward pass, which leaves the root's parameters whole."""
+    model = FullyShardedDataParallel(kneed(), use_orig_params=True, device_id=torch.device("cpu"))
+    with torch.no_grad():
+        model(torch.arange(8)[None])
+    set_knee(model, 1.0)
+    return model
+
+
 def with_muon(model: Any, optimizer: MuonClip, rows: slice, seen: Callable[[Any], None] = bool) -> nn.Module:
     """Train with so many tokens that no matrix has a gradient of low rank, whose noise Muon would enlarge."""
     for step in range(STEPS):
@@ -166,6 +175,7 @@ RUNS: dict[str, dict[str, Callable[[slice], nn.Module]]] = {
     "knee": KNEES,
     "muon": MUON,
     "scalar": {"fsdp": scalar_by_fsdp},
+    "fsdp1": {"knee": knee_by_fsdp1},
 }
 
 

@@ -77,6 +77,14 @@ def test_set_knee_rescales_a_gain_that_a_rank_has_no_part_of(folder):
         assert torch.equal(found[name], p), name
 
 
+def test_set_knee_after_a_forward_pass_changes_the_shards_of_fsdp_1(folder):
+    model = kneed()
+    set_knee(model, 1.0)
+    found = trained(folder, "fsdp1", "knee")
+    for name, p in model.state_dict().items():
+        assert torch.equal(found[name], p), name
+
+
 @pytest.mark.parametrize("way", MUON)
 def test_muon_clip_trains_in_two_processes_as_in_one(way, folder):
     """Muon orthogonalises in bfloat16: other orders of summation change a step by a few per cent."""
