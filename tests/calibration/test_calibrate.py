@@ -44,12 +44,32 @@ def test_moments_are_the_least_squares_fit(scheme):
             assert (residual.sum(axes).abs() <= 1e-5 * x.abs().sum(axes)).all()
 
 
+@pytest.mark.parametrize(("q", "side"), [("layer", "q"), (None, "k")])
+def test_one_side_takes_the_change_of_the_logits_scale(q, side):
+    found = []
+    for scale in (None, 2.0):
+        model = patch_model(tiny_model("llama"), Scheme(q=q, k="layer", scale=scale))
+        calibrate(model, [tokens(2, 20)], method="moments")
+        found.append({name: p for name, p in model.named_parameters() if "_norm." in name and "self_attn" in name})
+    for name, own in found[0].items():
+        factor = model.model.layers[0].self_attn.own_scale / 2 if f".{side}_norm." in name else 1
+        torch.testing.assert_close(found[1][name], factor * own, rtol=1e-5, atol=1e-7)
+
+
+def test_a_head_of_zeros_keeps_a_gain_of_1():
+    model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", gain="per_head"))
+    layer = next(iter(patched_layers(model).values()))
+    layer.k_proj.weight.data[: layer.head_dim] = 0
+    calibrate(model, [tokens(2, 20)], method="moments")
+    assert (layer.k_norm.weight == 1).all(-1).tolist() == [True, False]
+
+
 def test_sums_add_up_over_batches_and_leave_padding_out():
     inputs = tokens(4, 12)
     whole = patch_model(tiny_model("llama"), "qk_norm")
     calibrate(whole, [inputs], method="moments")
     split = patch_model(tiny_model("llama"), "qk_norm")
-    padded = torch.cat([torch.zeros(2, 5, dtype=torch.long), inputs[2:]], dim=1)
+    padded = torch.cat([tokens(2, 5, seed=1), inputs[2:]], dim=1)
     mask = torch.cat([torch.zeros(2, 5), torch.ones(2, 12)], dim=1).long()
     position_free = [{"input_ids": inputs[:2]}, {"input_ids": padded, "attention_mask": mask}]
     calibrate(split, position_free, method="moments")
@@ -75,13 +95,16 @@ def test_a_scalar_gain_includes_queries_keys_and_scale(name):
         assert layer.k_norm.weight is None
 
 
-def test_ones_restores_fresh_gains_and_the_mode():
-    model = patch_model(tiny_model("llama"), "qk_norm_cap").train()
+@pytest.mark.parametrize("knee", [0.0, 4.0])
+def test_ones_restores_fresh_gains_and_the_mode(knee):
+    model = patch_model(tiny_model("llama", attention_dropout=0.5), "qk_norm_cap").train()
     batches = [tokens(2, 20)]
-    calibrate(model, batches, method="moments")
-    report = calibrate(model, batches, method="ones")
+    first = calibrate(model, batches, method="moments")
+    report = calibrate(model, batches, method="ones", knee=knee)
     assert model.training
-    assert report.loss == report.fresh_loss
+    assert report.base_loss == first.base_loss  # without dropout
+    assert model.config.scheme.knee == knee
+    assert (report.loss == report.fresh_loss) == (knee == 0)
     assert all((layer.q_norm.weight == 1).all() for layer in patched_layers(model).values())
 
 
@@ -139,15 +162,16 @@ def test_bf16_gains_stay_bf16():
     assert all(gain.dtype == torch.bfloat16 and (gain != 1).any() for gain in gains)
 
 
-def test_calibration_changes_the_norms_alone_and_leaves_no_attributes_behind_but_the_report():
-    model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm_cap").train()
+@pytest.mark.parametrize("scheme", ["qk_norm_cap", "qkv_norm"])
+def test_calibration_changes_the_norms_alone_and_leaves_no_attributes_behind_but_the_report(scheme):
+    model = patch_model(tiny_model("llama", initializer_range=0.2), scheme).train()
     model.lm_head.weight.requires_grad_(False)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     attributes = {name: sorted(vars(module)) for name, module in model.named_modules()}
     calibrate(model, [tokens(8, 32, seed) for seed in range(12)], method="moments")
     drop_record(model)
     changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {name for name in before if "q_norm" in name or "k_norm" in name}
+    assert changed == {name for name in before if name.endswith(("q_norm.weight", "k_norm.weight", "v_norm.weight"))}
     assert attributes == {name: sorted(vars(module)) for name, module in model.named_modules()}
     assert model.training
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["lm_head.weight"]

@@ -11,51 +11,28 @@ import torch
 
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.calibration import knees
-from hf_qknorm.calibration.gains import ClosedFormGains, NormSums, expected_powers, named_norms
-from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, search_knee, tried_knees, with_margin
+from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms
+from hf_qknorm.calibration.knees import (
+    KNEES,
+    LIMIT,
+    OUTPUT_LIMIT,
+    SHARPNESS,
+    search_knee,
+    search_outputs,
+    tried_knees,
+    with_margin,
+)
 from hf_qknorm.measure.distributed import ONE_PROCESS
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.reports.records import Prediction
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import norm_inputs
 from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
 
-ORDERS = {"rms": 2.0, "layer": 2.0, "l2": 2.0, "lp": 3.0}
-
 
 def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens(2, 20, seed)} for seed in range(count)]
-
-
-def heads(count: int, spread: float = 1.0, seed: int = 0) -> torch.Tensor:
-    """Vectors `[N, 2, 16]` whose lengths vary by a factor of ten and more, with a mean."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(count, 2, 16, dtype=torch.float64, generator=generator) + 0.3
-    return x * spread * (2.0 * torch.rand(count, 2, 1, dtype=torch.float64, generator=generator)).exp()
-
-
-@pytest.mark.parametrize(("norm", "expected"), covering(NORMS, [0.5, 1.0, 2.0], strength=1))
-def test_interpolated_sums_are_those_of_the_norm_at_any_knee(norm, expected):
-    scheme = Scheme(q=norm, p=ORDERS[norm])
-    x = heads(200)
-    module = HeadNorm(norm, scheme, 2, 16)
-    y = x - x.mean(-1, keepdim=True) if norm == "layer" else x
-    power = float(y.abs().pow(module.order).mean())
-    found = NormSums(module, KNEES, expected * power)
-    for part in x.split(64):
-        found.add(part)
-    assert found.power.value == pytest.approx(power, rel=1e-12)
-    for knee in (0.0, 0.5, 1.7, 4.0, 32.0):
-        module.set_knee(knee, power)
-        n = head_norm(x, norm, eps=module.eps, p=module.p)
-        exact = [(n * n).sum(0), (n * x).sum(0), n.sum(0), x.sum(0)]
-        scale = [(n * n).sum(0), (n * x).abs().sum(0), n.abs().sum(0), x.abs().sum(0)]
-        for got, want, size in zip(found.at(knee), exact, scale, strict=False):
-            assert ((got - want).abs() <= (1e-4 if knee else 1e-6) * size).all(), knee
 
 
 def test_a_text_with_another_power_than_expected_takes_a_second_pass():
@@ -131,6 +108,15 @@ def test_the_search_ends_above_the_smallest_knee_that_keeps_loss_and_predictions
     assert tried[chosen] == predicted(chosen)
     assert len(tried) <= 5
     assert [*tried] == sorted(tried)
+
+
+@pytest.mark.parametrize("first", [0, 3, len(KNEES) - 1])
+def test_the_search_by_outputs_ends_above_the_smallest_knee_that_keeps_them(first, monkeypatch):
+    found = Recorded(monkeypatch, lambda knee: BASE)
+    error = {knee: OUTPUT_LIMIT * (1 if i >= first else 1.1) for i, knee in enumerate(KNEES)}
+    monkeypatch.setattr(knees, "output_error", lambda *_: error[found.tried[-1]])
+    search_outputs(found, [])
+    assert found.tried[-1] == with_margin(KNEES[first])
 
 
 def test_the_margin_is_half_of_the_knee():
@@ -211,6 +197,15 @@ def test_trials_set_every_knee_and_leave_the_model_as_it_was():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_one_sequence_gives_the_gains_and_judges_them():
+    model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
+    data = [{"input_ids": tokens(1, 40)}]
+    assert calibrate(model, data).scheme.knee
+    assert mean_powers(model, data) == pytest.approx(
+        {key: norm.mean_power() for key, norm in named_norms(model).items()}, rel=1e-5
+    )
+
+
 def test_the_knee_is_searched_only_without_method_and_knee():
     def knee_of(scheme, *arguments, **options):
         model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
@@ -255,6 +250,8 @@ def test_a_model_whose_loss_is_not_finite_is_refused():
         ValueError, match=r"the loss with a knee of 32 is nan \(unpatched nan\), expected finite numbers"
     ):
         calibrate(model, batches(2))
+    with pytest.raises(ValueError, match=r"the loss rises by nan nats \(nan to nan\), more than max_loss_increase=1"):
+        calibrate(model, batches(2), knee=4, max_loss_increase=1)
 
 
 def test_schemes_without_a_knee_are_refused():

@@ -23,7 +23,7 @@ from qknorm_tests.tables import make_batch, sharp_model
 MODELS: dict[str, tuple[dict[str, Any], Scheme]] = {
     "llama": (EPS | {"attention_bias": True, "head_dim": 32}, RMS),
     "qwen2": ({"use_sliding_window": False, "rms_norm_eps": 1e-5}, RMS),
-    "mistral": ({}, RMS),
+    "mistral": ({}, replace(RMS, knee=4.0)),
     "phi3": ({"sliding_window": None}, RMS),
     "mixtral": ({}, RMS),
 }
@@ -38,7 +38,7 @@ def test_the_export_has_the_same_bits(tmp_path, model_type):
     settings, scheme = MODELS[model_type]
     model = patch_model(sharp_model(model_type, **settings), scheme)
     calibrate(model, texts(), exportable=True)
-    assert model.config.scheme.knee == EXPORT_KNEE
+    assert model.config.scheme.knee == (scheme.knee or EXPORT_KNEE)
     for layer in patched_layers(model).values():
         for norm in head_norms(layer).values():
             power = math.log(float(norm.eps) / model.config.rms_norm_eps, 4)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from hf_qknorm import SCHEMES, Scheme, patch_model
+from hf_qknorm import SCHEMES, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.gains import rescale_folded_weights
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import is_exact
@@ -65,13 +65,13 @@ def test_the_spread_is_the_mean_sigma_of_real_tokens():
     model = trained_like("gpt2")
     seen = []
     hook = model.transformer.h[0].ln_1.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    batch = make_batch("left", labels=False)
-    model(**batch)
+    batches = [make_batch("left", labels=False), {"input_ids": make_batch("plain")["input_ids"][:, :8]}]
+    for batch in batches:
+        model(**batch)
     hook.remove()
-    rows = seen[0][batch["attention_mask"].bool()].double()
+    rows = torch.cat([seen[0][batches[0]["attention_mask"].bool()], seen[1].flatten(0, 1)]).double()
     expected = (rows.var(-1, unbiased=False) + model.config.layer_norm_epsilon).sqrt().mean()
-    patch_model(model, "qkv_norm")
-    rescale_folded_weights(model, [batch])
+    calibrate(patch_model(model, "qkv_norm"), batches)
     first, _ = (layer.removed_norm[0].spread for layer in patched_layers(model).values())
     assert first == pytest.approx(expected.item(), rel=1e-4)
 
