@@ -256,5 +256,6 @@ def _mean_powers(model: Any, batches: list[dict[str, Tensor]]) -> dict[tuple[str
     with evaluating(model), observed_inputs(model, observers, unpatched=False) as run:
         for batch in batches:
             run(batch, True)
-    sums = {key: torch.stack(found[norm]).sum(0) for key, norm in norms.items()}
+    # A norm without inputs, as in the cross-attention of a decoder alone, has a mean of 0.
+    sums = {key: sum(found[norm], torch.zeros(2, 1, dtype=torch.float64)) for key, norm in norms.items()}
     return {key: total / count.clamp_min(1) for key, (total, count) in sums.items()}

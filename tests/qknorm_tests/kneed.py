@@ -41,6 +41,7 @@ REMOVED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
     "layer, fused, capped": ("gpt2", Scheme(q="layer", k="layer", softcap=5.0), {}),
     "interleaved": ("gpt_neox", Scheme(q="rms", k="rms"), {}),
     "layer": ("llama", Scheme(q="layer", k="layer"), BIASES),
+    "decoder alone": ("bart", Scheme(q="rms", k="rms"), {}),
 }
 
 

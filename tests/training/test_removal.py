@@ -11,15 +11,27 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
-from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model, remove_norms, set_knee, start_removal, unpatch_model
+from hf_qknorm import (
+    KneeSchedule,
+    Scheme,
+    calibrate,
+    patch_model,
+    remove_norms,
+    set_blend,
+    set_knee,
+    start_removal,
+    unpatch_model,
+)
 from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.in_memory import InMemoryName
 from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
 from hf_qknorm.training.removal import START, _as_llama
 from qknorm_tests.kneed import REMOVED, kneed, logits, plain, qwen3
 from qknorm_tests.short_runs import SaveAt, assert_equal_weights, trainer
 from qknorm_tests.tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_config
 
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
 
@@ -31,6 +43,29 @@ def test_a_qwen3_is_a_llama_with_its_norms_as_a_scheme(settings):
     assert torch.equal(logits(as_llama), logits(model))
     assert as_llama.config.scheme == Scheme(q="rms", k="rms", eps=model.config.rms_norm_eps)
     assert {x.data_ptr() for x in model.parameters()}.isdisjoint(x.data_ptr() for x in as_llama.parameters())
+
+
+def test_a_qwen3_keeps_its_settings_and_is_measured_without_dropout():
+    model = qwen3(attn_implementation="eager", attention_dropout=0.5).bfloat16()
+    model.name_or_path = model.config._name_or_path = "me/qwen3"
+    model.config.dtype, model.generation_config.max_length = torch.float32, 7
+    powers = powers_of(start_removal(model, TEXT))
+    as_llama = start_removal(model.train(), TEXT)
+    assert powers_of(as_llama) == powers
+    assert as_llama.training
+    assert as_llama.dtype == torch.bfloat16
+    assert as_llama.config._attn_implementation == "eager"
+    assert as_llama.generation_config.max_length == 7
+    assert as_llama.name_or_path == "me/qwen3"
+    assert isinstance(as_llama.name_or_path, InMemoryName)
+
+
+def test_a_head_of_zeros_stays_one():
+    model: Any = patch_model(sharp_model("llama"), "qk_norm")
+    layer = next(iter(patched_layers(model).values()))
+    layer.k_proj.weight.data[: layer.head_dim] = 0
+    before = logits(model)
+    assert_near(logits(start_removal(model, TEXT)), before, 2e-4)
 
 
 def test_a_start_keeps_predictions_and_makes_heads_equal():
@@ -134,6 +169,13 @@ def reason(name: str, make: Any, message: str) -> Any:
     [
         reason("plain", lambda: sharp_model("llama"), "neither patched nor a Qwen 3"),
         reason("knee", kneed, "has a knee"),
+        reason("blend", lambda: (model := plain(), set_blend(model, 0.5))[0], "is in a blend"),
+        reason("no gains", lambda: patch_model(sharp_model("llama"), Scheme(q="rms", gain="none")), "norms with gains"),
+        reason(
+            "encoder-decoder",
+            lambda: patch_model(AutoModelForSeq2SeqLM.from_config(tiny_config("bart")), "qk_norm"),
+            "is an encoder-decoder",
+        ),
         reason("values", lambda: plain("layer"), "of queries and keys alone"),
         reason("clipped", lambda: patch_model(sharp_model("olmo"), "qk_norm"), r"clips its queries and keys to ±1 in"),
         reason("latent", lambda: patch_model(sharp_model("deepseek_v3"), "qk_norm"), "a norm of latent attention"),
@@ -167,6 +209,11 @@ def test_norms_that_act_or_have_a_bias_are_not_folded():
     with pytest.raises(ValueError, match="q_norm has a bias, and its projection has none"):
         remove_norms(biased)
     assert fingerprint(biased) == before
+    offloaded: Any = kneed()
+    set_knee(offloaded, math.inf)
+    offloaded.model.layers[1].self_attn.k_proj.to("meta")
+    with pytest.raises(ValueError, match="weight is sharded or offloaded"):
+        remove_norms(offloaded)
     values = kneed("layer")
     set_knee(values, math.inf)
     with pytest.raises(ValueError, match="of queries and keys alone"):
