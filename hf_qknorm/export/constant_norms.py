@@ -49,19 +49,14 @@ class ConstantNorm:
         x = x.double().t().clone() if transposed else x.to(torch.float64, copy=True)
         rows = part.outputs(x.device)
         constant = float(norm.eps) ** -0.5 * (part.width ** (-1 / norm.order) if kind.summed else 1.0) * self.scale
-        gain = x.new_full(rows.shape, constant) * (1.0 if norm.weight is None else _by_output(norm.weight, rows))
+        gain = x.new_full(rows.shape, constant) * (1.0 if norm.weight is None else norm.weight.double().to(x.device))
         y = x[rows]  # [H, D], with the inputs behind
         y = y - y.mean(1, keepdim=True) if kind.centred else y
         y = y * gain.view(*gain.shape, *[1] * (y.dim() - 2))
         if y.dim() == 2 and norm.bias is not None:
-            y = y + self.scale * _by_output(norm.bias, rows)
+            y = y + self.scale * norm.bias.double().to(x.device)
         x[rows] = y
         return x.t() if transposed else x
-
-
-def _by_output(parameter: Tensor, rows: Tensor) -> Tensor:
-    """A gain or bias in fp64, in a shape that broadcasts to the outputs `[H, D]`."""
-    return (parameter.view_as(rows) if parameter.numel() == rows.numel() else parameter).double().to(rows.device)
 
 
 def constant_norms(model: nn.Module) -> list[ConstantNorm]:

@@ -71,7 +71,7 @@ def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None
 
 def _products(queries: Tensor, keys: Tensor) -> Tensor:
     """The largest q·k of each head, `[H]` or `[1]`, from the lengths of queries and keys."""
-    if 1 in (len(queries), len(keys)):
+    if len(queries) == 1:
         return queries * keys
     return (queries.view(len(keys), -1) * keys[:, None]).flatten()  # each key head meets its group of query heads
 
