@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "phi3": ("phi3", EPS, RMS, "qwen3"),
     "mixtral": ("mixtral", {"sliding_window": None} | EPS, RMS, "qwen3_moe"),
     "mixtral-window": ("mixtral", EPS, RMS, "qwen3_moe"),
+    "llama-ended-knee": ("llama", EPS, replace(RMS, sharpness=8), "qwen3"),
     "llama-knee": ("llama", EPS | {"attention_bias": True}, replace(RMS, knee=4.0), "qwen3"),
     "llama-knee-l2": ("llama", EPS, Scheme(q="l2", k="rms", knee=16.0), "qwen3"),
     "phi3-knee": ("phi3", {"sliding_window": None} | EPS, replace(RMS, knee=4.0), "qwen3"),
@@ -71,7 +72,9 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme, str]] = {
     "phi3-cap": ("phi3", {"hidden_size": 96, "initializer_range": 0.1}, Scheme(softcap=2.0), "vaultgemma"),
     "gemma2-cap": ("gemma2", {}, Scheme(softcap=2.0), "gemma2"),
     "qwen3-scale": ("qwen3", {}, Scheme(scale=0.3), "qwen3"),
-    "gemma2-scale": ("gemma2", {"attn_logit_softcapping": 0.5}, Scheme(scale=0.3), "gemma2"),
+    "gemma2-scale": (
+        "gemma2", {"attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 40}, Scheme(scale=0.3), "gemma2",
+    ),
     **{f"{model_type}-none": (model_type, {}, SCHEMES["none"], model_type) for model_type in MODEL_TYPES},
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.families import known_families
-from hf_qknorm.measure.bounds import logit_bound, rotary_scale, worst_bound
+from hf_qknorm.measure.bounds import _products, largest_gains, logit_bound, rotary_scale, worst_bound
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched, start_blend
@@ -106,6 +106,20 @@ def test_some_vector_reaches_the_bound(norm, p, direction, gain):
     assert 0.99 * logit_bound(layer) <= found <= logit_bound(layer) * (1 + 1e-5)
 
 
+def test_each_key_head_meets_its_group_of_query_heads():
+    q, k = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 1.0])
+    assert _products(q, k).tolist() == [10, 20, 3, 4]
+    assert _products(q[3:], k).tolist() == [40, 4]
+    assert _products(q, k[:1]).tolist() == [10, 20, 30, 40]
+
+
+def test_the_largest_gains_have_no_sign():
+    model = patch_model(sharp_model("llama", num_hidden_layers=1), Scheme(q="rms", k="rms"))
+    for norm, gain in zip((m for m in model.modules() if isinstance(m, HeadNorm)), (-3.0, 2.0), strict=True):
+        torch.nn.init.constant_(norm.weight, gain)
+    assert [*largest_gains(model).values()] == [(3.0, 2.0)]
+
+
 def largest(model: torch.nn.Module, **inputs: Tensor) -> dict[str, float]:
     """The largest |logit| of each layer."""
     with torch.no_grad(), logit_statistics(model) as watched:
@@ -150,7 +164,7 @@ ROTATED = [
 FEW = {FAMILIES[family].style: family for family in ROTATED}.values()  # one of each style; the others are slow
 
 
-@pytest.mark.parametrize("family", slow_but({*FEW, "phi3", "llama4_text"}, ROTATED))
+@pytest.mark.parametrize("family", slow_but({*FEW, "phi3", "phimoe", "llama4_text"}, ROTATED))
 def test_rotary_scale_is_the_factor_in_cos_and_sin(family):
     """YaRN's factor, as in the cos and sin of each layer."""
     settings = config_with(family, YARN)
@@ -190,6 +204,8 @@ def test_the_bound_covers_scaled_rotary_embeddings(rope):
     factor = stretched.model.rotary_emb.attention_scaling
     assert factor > 1.1
     assert worst_bound(stretched) == pytest.approx(worst_bound(plain) * factor**2)
+    shrunk = patch_model(tiny_model("llama", rope_parameters=scaled | {"attention_factor": 0.5}), "qk_norm")
+    assert worst_bound(shrunk) == pytest.approx(worst_bound(plain))
     layer = stretched.model.layers[0].self_attn
     with torch.no_grad():  # all tokens have the same parallel query and key, which reach the bound at angle 0
         for projection in (layer.q_proj, layer.k_proj):

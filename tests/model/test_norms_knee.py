@@ -51,7 +51,14 @@ def test_a_mean_power_below_the_rounding_error_reads_as_zero() -> None:
 
 @pytest.mark.parametrize(
     ("norm", "p", "power"),
-    [("rms", 2.0, math.nan), ("rms", 2.0, math.inf), ("l2", 2.0, -1.0), ("layer", 2.0, 1e39), ("lp", 1.0, 1e30)],
+    [
+        ("rms", 2.0, math.nan),
+        ("rms", 2.0, math.inf),
+        ("l2", 2.0, -1.0),
+        ("layer", 2.0, 1e39),
+        ("lp", 1.0, 1e30),
+        ("lp", 1.0, -1.0),
+    ],
 )
 def test_an_eps_beyond_fp32_is_refused(norm: str, p: float, power: float) -> None:
     module = make(norm, p)

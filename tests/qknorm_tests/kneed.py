@@ -35,7 +35,7 @@ BIASES = {"attention_bias": True}
 # Norms that can be removed: model type, scheme, settings.
 REMOVED: dict[str, tuple[str, Scheme, dict[str, Any]]] = {
     "rms": ("llama", Scheme(q="rms", k="rms"), {}),
-    "keys, per head, with a bias": ("llama", Scheme(k="rms", gain="per_head", bias=True), BIASES),
+    "keys, per head, with a bias": ("llama", Scheme(k="rms", gain="per_head", bias=True, scale=0.3), BIASES),
     "lp, per head": ("llama", Scheme(q="lp", k="lp", gain="per_head", p=3.0), {}),
     "henry": ("llama", PRESETS["henry"], {}),
     "layer, fused, capped": ("gpt2", Scheme(q="layer", k="layer", softcap=5.0), {}),

@@ -18,6 +18,7 @@ MATRICES = {
     "gpt_neox": r"layers\.\d\.(attention|mlp)\.\w+\.weight",
     "dbrx": r"blocks\.\d\.(norm_attn_norm\.attn\.\w+|ffn\.router\.layer)\.weight",
     "mixtral": r"layers\.\d\.(self_attn\.\w+\.weight|mlp\.experts\.\w+)",
+    "gpt_oss": r"layers\.\d\.(self_attn\.\w+\.weight|mlp\.experts\.\w+_proj)",
     "deepseek_v3": r"layers\.\d\.(self_attn\.\w+_proj\w*\.weight|mlp\.([a-z_]+\.)?\w+_proj(\.weight)?)",
 }
 
@@ -36,7 +37,7 @@ def matrices_of(name: str, x: Tensor) -> list[Tensor]:
 class ByHand:
     """torch.optim.Muon and AdamW on copies of the matrices and vectors of a model, which are written back."""
 
-    def __init__(self, model: PreTrainedModel, arguments: TrainingArguments) -> None:
+    def __init__(self, model: PreTrainedModel, arguments: TrainingArguments, momentum: float) -> None:
         self.model = model
         pattern = re.compile(MATRICES[model.config.model_type.removeprefix("qknorm_")] + "$")
         self.matrices = {
@@ -49,7 +50,7 @@ class ByHand:
         plain = [p for name, p in others.items() if re.search(r"norm|bias|ln_", name)]
         everything = [part for parts in self.matrices.values() for part in parts]
         rate, decay = arguments.learning_rate, arguments.weight_decay
-        self.muon = torch.optim.Muon(everything, rate, decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
+        self.muon = torch.optim.Muon(everything, rate, decay, momentum=momentum, adjust_lr_fn="match_rms_adamw")
         groups = [{"params": decayed, "weight_decay": decay}, {"params": plain, "weight_decay": 0.0}]
         betas = arguments.adam_beta1, arguments.adam_beta2
         self.adamw = torch.optim.AdamW(groups, rate, betas, arguments.adam_epsilon)

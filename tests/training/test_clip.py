@@ -14,7 +14,10 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
 from hf_qknorm import QKClip, Scheme, logit_statistics, patch_model
+from hf_qknorm.attend.calls import Structure
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.ops.reference import visible
+from hf_qknorm.training.clip import largest_logits
 from qknorm_tests.clip_by_hand import Recorder, clip_by_hand, dense_maxima
 from qknorm_tests.head_rows import ROWS
 from qknorm_tests.short_runs import counting, trainer
@@ -42,7 +45,8 @@ def test_heads_are_clipped_by_the_rule(model_type, kind):
     inputs = dict(recorder.inputs)
     model(**batch)
     clipped = clip.step()
-    assert any((factor < 1).any() for factor in clipped.values())
+    assert clipped
+    assert all((factor < 1).any() for factor in clipped.values())
     clip_by_hand(expected, model_type, maxima, threshold)
     for (name, p), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6, msg=name)
@@ -75,6 +79,28 @@ def test_with_one_side_normed_the_other_takes_the_whole_factor(scheme, moved):
     layer(*inputs[name][0], **inputs[name][1])
     largest = dense_maxima(layer, *recorder.heads[name][0], batch)
     torch.testing.assert_close(largest[factor < 1].max(), torch.tensor(2.0).double(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "ranges", "boolean", "additive", "mask by head"])
+def test_the_largest_logits_are_those_of_visible_keys(kind):
+    q, k = (torch.randn(2, heads, 9, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+    q[:, ::2], k[:, 0] = 0.01 * q[:, ::2], 0.1 * k[:, 0]
+    shown = visible(9, 9, True, 3 if kind == "window" else None).expand(2, 1 if kind != "mask by head" else 4, 9, 9)
+    if kind not in ("causal", "window"):
+        hidden = torch.rand(shown.shape, generator=torch.Generator().manual_seed(0)) < 0.7
+        shown = shown & hidden.logical_not() if kind != "ranges" else visible(9, 9, True, 2)[None, None]
+    ranges = torch.stack([(torch.arange(9) - 1).clamp_min(0), torch.arange(9) + 1], -1)[None].int()
+    mask = torch.ones(shown.shape).masked_fill(~shown, torch.finfo().min) if kind == "additive" else shown
+    seen = {
+        "causal": Structure(k, k, None, None, True, None),
+        "window": Structure(k, k, None, None, True, 3),
+        "ranges": Structure(k, k, None, ranges, False, None),
+    }.get(kind, Structure(k, k, mask, None, False, None))
+    logits = 0.5 * q @ k.repeat_interleave(2, 1).transpose(2, 3)
+    expected = logits.masked_fill(~shown, -math.inf).amax((0, 2, 3))
+    for threshold in (-1e9, *expected.sort().values.tolist()):
+        found = largest_logits(q, seen, 0.5, threshold - 1e-3)
+        torch.testing.assert_close(found[expected >= threshold], expected[expected >= threshold])
 
 
 def clipped_after(model: PreTrainedModel, *batches: dict[str, Any]) -> dict[str, Tensor]:
@@ -129,6 +155,7 @@ def test_other_observers_and_removal():
         assert clip.step()
     assert inside.keys() == outside.keys() == patched_layers(model).keys()
     clip.watch()  # watching twice changes nothing
+    assert all(len(layer.observers) == 1 for layer in patched_layers(model).values())
     model(**make_batch("plain"))
     clip.remove()
     assert fingerprint(model) == before

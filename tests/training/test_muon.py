@@ -54,9 +54,11 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
 def test_a_step_is_torchs_muon_and_adamw_by_hand(model_type):
     model = sharp_model(model_type)
     other, start = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer = MuonClip(model, settings(), threshold=None)
+    given = settings(adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-3)
+    optimizer = MuonClip(model, given, threshold=None, momentum=0.9)
     train(model, optimizer)
-    by_hand = ByHand(other, settings())
+    assert not optimizer.muon.state, "the matrices of a step are not kept"
+    by_hand = ByHand(other, given, momentum=0.9)
     train(other, by_hand)
     assert_same(model, other)
     moved = [name for name, x in model.state_dict().items() if not torch.equal(x, start.state_dict()[name])]
@@ -142,6 +144,7 @@ def test_frozen_and_tied_weights():
     muon, *others = optimizer.param_groups
     assert len(muon["params"]) == 7
     assert sum(p is model.lm_head.weight for group in others for p in group["params"]) == 1
+    optimizer.step()  # nothing has a gradient
     train(model, optimizer, steps=1)
     assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
 
