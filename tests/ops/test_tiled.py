@@ -110,3 +110,10 @@ def test_the_dropout_mask_has_its_rate_where_keys_are_seen(case: Case, rate: flo
     assert torch.equal(values[values != 0], torch.full_like(values[values != 0], 1 / (1 - rate)))
     deviation = (rate * (1 - rate) / values.numel()) ** 0.5
     assert float((values == 0).double().mean()) == pytest.approx(rate, abs=5 * deviation)
+
+
+def test_heads_and_blocks_draw_masks_of_their_own() -> None:
+    q, k = (torch.zeros(9, heads, 128, 16) for heads in (32, 8))
+    mask = dropout_mask(Heads(q, k, k), Visible(seed=torch.tensor([3])), Options(0.25, None, False, None, 0.5))
+    parts = mask.view(9, 8, 4, 8, 16, 128).movedim(3, 2).reshape(-1, 4 * 16 * 128)  # by head of keys, and block
+    assert len(parts.unique(dim=0)) == len(parts)
