@@ -246,12 +246,14 @@ def eps_problem(eps: Tensor, least: float) -> str | None:
 
 
 def active_copy(module: Any) -> nn.Module | None:
-    """The module, or the copy of it that PEFT's wrapper calls."""
-    copies = None if module is None else module._modules.get("modules_to_save")
-    if copies is None:
+    """The module, or the copy of it that PEFT's wrapper calls: that of `modules_to_save`, or of LN tuning."""
+    held: Any = {} if module is None else module._modules
+    original: nn.Module | None = held.get("original_module", held.get("base_layer"))
+    if original is None:
         return module
-    active = [] if module.disable_adapters else module.active_adapters
-    return copies[active[0]] if active and active[0] in copies else module.original_module
+    copies = held.get("modules_to_save", held.get("ln_tuning_layers"))
+    active = [] if module.disable_adapters or getattr(module, "merged", False) else module.active_adapters
+    return copies[active[0]] if active and active[0] in copies else original
 
 
 def is_unhooked(module: nn.Module) -> bool:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save, set_blend, set_knee
 from hf_qknorm.calibration.calibrate import METHODS
-from hf_qknorm.model.attention import every_norm, patched_layers
+from hf_qknorm.model.attention import every_norm, head_norms, patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from qknorm_tests.kneed import logits, wrapped
 from qknorm_tests.tables import assert_near, blend_of, make_batch, randomise, sharp_model
@@ -172,6 +172,22 @@ def test_copies_keep_lengths_when_the_active_one_is_calibrated(scheme):
     assert {norm.knee for norm in every_norm(adapted)} == {0.5}
     with adapted.disable_adapter():
         assert_near(logits(adapted), logits(direct), 1e-5)
+
+
+def test_norm_tuning_is_calibrated_and_takes_knees():
+    """PEFT's `LNTuningConfig` has a wrapper of its own, whose copies are the norms in use."""
+    direct, batches = patched(KNEED), [make_batch("plain", labels=False) for _ in range(3)]
+    before = logits(direct)
+    tuned = peft.get_peft_model(patched(KNEED), peft.LNTuningConfig(target_modules=["q_norm", "k_norm", "v_norm"]))
+    for model in (tuned.eval(), direct):
+        calibrate(model, batches, knee=1.0)
+        set_knee(model, 0.25)
+    assert {norm.knee for norm in every_norm(tuned)} == {0.25}
+    assert not torch.allclose(logits(direct), before, atol=1e-2)
+    assert_near(logits(tuned), logits(direct), 1e-5)
+    tuned.merge_adapter()
+    assert head_norms(next(iter(patched_layers(tuned).values())))["q_norm"].knee == 0.25
+    assert_near(logits(tuned), logits(direct), 1e-5)
 
 
 def test_a_copy_keeps_its_own_mean():
