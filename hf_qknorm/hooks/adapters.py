@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX
 
-GAINS: Final = tuple(f".{norm}_norm.{kind}" for norm in "qkv" for kind in ("weight", "bias"))
+GAIN: Final = re.compile(r"(.+\.[qkv]_norm)\.(?:.+\.)?(weight|bias)")  # in a model, and in files of all methods of PEFT
 PREFIX: Final = "base_model.model."  # of the names in an adapter
 
 
@@ -27,19 +28,20 @@ def allow_package(allowed: Callable[[], list[str]]) -> list[str]:
 def keep_gains(
     load: Callable[..., Any], /, model: Any, peft_model_state_dict: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Let PEFT refuse gains that it would leave out, for lack of a norm in the model.
+    """Let PEFT refuse gains and biases that it would leave out, for lack of them in the model.
 
     Raises ValueError before anything is loaded.
     """
-    gains = [name for name in peft_model_state_dict if name.endswith(GAINS)]
-    modules = {path for path, _ in model.named_modules()} if gains else set()
-    for name in gains:
-        path = name.rpartition(".")[0].removeprefix(PREFIX)
-        if not {path, PREFIX + path} & modules:
+    stored = {name: found for name in peft_model_state_dict if (found := GAIN.fullmatch(name))}
+    parameters = model.named_parameters(remove_duplicate=False) if stored else ()
+    held = {found.groups() for name, _ in parameters if (found := GAIN.fullmatch(name))}
+    for name, found in stored.items():
+        path, kind = found[1].removeprefix(PREFIX), found[2]
+        if not {(path, kind), (PREFIX + path, kind)} & held:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             raise ValueError(
-                f"the adapter holds {name}, the gain of a norm that this {type(base).__name__} does not have: it "
-                "was trained on a patched model. Load it onto that model: from the folder where the patched model "
-                "was saved, or patched with the same scheme"
+                f"the adapter holds {name}, of a norm that this {type(base).__name__} does not have: it was trained on "
+                "a patched model. Load it onto that model: from the folder where the patched model was saved, or "
+                "patched with the same scheme"
             )
     return load(model, peft_model_state_dict, *args, **kwargs)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import patch_model
+from hf_qknorm import Scheme, patch_model
 from qknorm_tests.adapters import adapted, needs_add_adapter
 from qknorm_tests.children import child
 from qknorm_tests.slow import slow_but
@@ -37,9 +37,27 @@ def test_a_patched_model_has_the_default_targets_of_its_base(model_type):
 def test_an_adapter_with_gains_is_refused_by_an_unpatched_model(model_type, tmp_path):
     model = adapted(patch_model(sharp_model(model_type), "qk_norm"), modules_to_save=["q_norm", "k_norm"])
     model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.\w+, the gain of a norm that this"):
+    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.\w+, of a norm that this"):
         peft.PeftModel.from_pretrained(sharp_model(model_type), tmp_path)
     peft.PeftModel.from_pretrained(patch_model(sharp_model(model_type), "qk_norm"), tmp_path)
+
+
+def test_gains_of_norm_tuning_are_refused_by_an_unpatched_model(tmp_path):
+    """Its file has other names, and the norms that an unpatched model lacks are none that PEFT misses."""
+    tuning = peft.LNTuningConfig(target_modules=["input_layernorm", "q_norm", "k_norm"])
+    peft.get_peft_model(patch_model(sharp_model("llama"), "qk_norm"), tuning).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.ln_tuning_layers\.weight, of a norm that this Llama"):
+        peft.PeftModel.from_pretrained(sharp_model("llama"), tmp_path)
+    peft.PeftModel.from_pretrained(patch_model(sharp_model("llama"), "qk_norm"), tmp_path)
+
+
+def test_biases_of_norms_are_refused_by_norms_without(tmp_path):
+    layer, rms = (Scheme(q=norm, k=norm) for norm in ("layer", "rms"))
+    model = adapted(patch_model(sharp_model("llama"), layer), modules_to_save=["q_norm", "k_norm"])
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.bias, of a norm that this QKNormLlama"):
+        peft.PeftModel.from_pretrained(patch_model(sharp_model("llama"), rms), tmp_path)
+    peft.PeftModel.from_pretrained(patch_model(sharp_model("llama"), layer), tmp_path)
 
 
 def test_an_adapter_of_a_model_with_its_own_norms_loads(tmp_path):
