@@ -13,13 +13,15 @@ Nothing here imports transformers: the kernel for the Hub contains this module.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_qknorm.ops.checks import check_mask
 from hf_qknorm.ops.types import Call, Heads, Options, Visible
+
+KEYS: Final = "qk_norm_keys"  # the attribute of ranges that holds S, which their shape does not
 
 
 def make_call(
@@ -91,6 +93,17 @@ def is_ranges(mask: Tensor) -> bool:
 def is_padded_ranges(mask: Tensor) -> bool:
     """Whether a mask of four dimensions is ranges and padding, as in a trace."""
     return mask.dtype == torch.int32 and not is_ranges(mask)
+
+
+def check_keys(mask: Tensor, keys: int) -> None:
+    """Raise ValueError for ranges that were made for another number of keys than a layer without a cache has."""
+    expected = keys if torch.compiler.is_compiling() else vars(mask).get(KEYS, keys)
+    if expected != keys:
+        raise ValueError(
+            f"the attention mask is for {expected} keys, and a layer has {keys}. Gradient checkpointing takes the "
+            "cache from layers, and with it the prefix of PEFT's prefix tuning: switch it off, or train another kind "
+            "of adapter"
+        )
 
 
 class Structure(NamedTuple):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.utils import is_tracing
 
+from hf_qknorm.attend.calls import KEYS
 from hf_qknorm.attend.mask_functions import MaskFunction, known
 from hf_qknorm.attend.spans import CHUNK, Spans, read
 from hf_qknorm.families import FAMILIES
@@ -94,7 +95,10 @@ def structured_mask(
     ranges = torch.stack([x.clamp(0, kv_length).expand(batch_size, q_length) for x in spans[:2]], -1)
     if traced and padding is not None:
         ranges = torch.cat([ranges.flatten(1), padding.expand(batch_size, -1)], -1)[:, None]
-    return ranges[:, None].to(torch.int32)
+    mask = ranges[:, None].to(torch.int32)
+    if not traced:
+        vars(mask)[KEYS] = kv_length
+    return mask
 
 
 def _spans(

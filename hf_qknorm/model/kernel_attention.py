@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.attend import caches, cpu_kernels, functions, implementations
-from hf_qknorm.attend.calls import as_results, is_padded_ranges, is_ranges, make_call
+from hf_qknorm.attend.calls import as_results, check_keys, is_padded_ranges, is_ranges, make_call
 from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked, run_pre_hooks
 from hf_qknorm.model.plain_attention import PlainAttention
@@ -29,6 +29,8 @@ class QKNormAttention(KneeStateDict, PlainAttention):
     def _attend_in_kernels(
         self, backend: str, heads: Heads, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor | None] | None:
+        if cache is None and mask is not None:
+            check_keys(mask, heads.q.shape[2])
         if self.family.rope is None:
             return None
         q, k, v = heads[:3]

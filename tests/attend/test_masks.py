@@ -167,6 +167,19 @@ def test_keys_may_be_fewer_than_those_of_the_mask(name, padding):
     assert torch.equal(*outs)
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("name", ["hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager"])
+def test_a_cache_that_checkpointing_takes_from_the_layers_is_an_error(name):
+    """Without its keys, the ranges would let each query see the tokens behind it."""
+    model = patch_model(sharp_model("llama"), "soft_cap", attn_implementation=name)
+    tokens = make_batch("plain", labels=False)["input_ids"]
+    with torch.no_grad():
+        cache = model(tokens[:, :5], use_cache=True).past_key_values
+    model.train().gradient_checkpointing_enable()
+    with pytest.raises(ValueError, match=f"mask is for {LENGTH} keys, and a layer has {LENGTH - 5}"):
+        model(tokens[:, 5:], past_key_values=cache)
+
+
 def test_the_mask_is_none_where_causality_and_window_suffice():
     """Plain causal and windowed batches need no mask; padding and packed rows do."""
     masks: list[Tensor | None] = []
