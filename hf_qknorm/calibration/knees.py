@@ -82,8 +82,8 @@ def search_knee(
             )
         place = _place_of(least + limit, cost_at)
         logger.warning(
-            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme, such "
-            "as its cap, costs that much. The knee is set to %g, which costs hardly more",
+            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme costs "
+            "that much, such as its cap: a higher one or none costs less. The knee is set to %g, which adds little",
             limit, largest, least, seen.loss, base.loss, with_margin(KNEES[place]),
         )  # fmt: skip
     chosen = with_margin(KNEES[place])

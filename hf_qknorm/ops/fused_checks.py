@@ -156,8 +156,10 @@ def check_room(values: dict[str, Any]) -> None:
         return
     room = keys.shape[2] - q.shape[2]
     if not bool(((filled >= 0) & (filled <= room)).all()):
-        got = f"{filled.tolist()} of its {keys.shape[2]} keys are filled"
-        raise IndexError(f"a cache needs room for {q.shape[2]} tokens behind its keys: {got}")
+        raise IndexError(
+            f"the cache has no room for the new tokens ({q.shape[2]}): {filled.tolist()} of its {keys.shape[2]} keys "
+            "are filled"
+        )
 
 
 def _check_kernel_heads(heads: Heads) -> None:

@@ -170,7 +170,7 @@ def test_a_cache_that_does_not_fit(wrong: dict[str, Tensor], message: str) -> No
 @pytest.mark.parametrize("filled", OUTSIDE)
 def test_a_cache_without_room(filled: int) -> None:
     cache = LayerCache(room(B, HK, S, D), room(B, HK, S, D), torch.tensor(filled))
-    with pytest.raises(IndexError, match=f"room for 3 tokens behind its keys: {filled} of its 8 keys are filled"):
+    with pytest.raises(IndexError, match=rf"no room for the new tokens \(3\): {filled} of its 8 keys are filled"):
         library.fused_step(Heads(*heads(), RMS, RMS), cache, Visible(), Options(0.25))
     assert not cache.keys.any()
     assert not cache.values.any()
