@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -52,10 +53,13 @@ from hf_qknorm.reports.records import Prediction
 from hf_qknorm.reports.report import Calibration
 from hf_qknorm.scheme import Scheme
 
+logger = logging.getLogger(__name__)
+
 METHODS = ("ones", "moments")
 MAX_TOKENS = 262_144
 FOLD_BATCHES = 16  # enough for the mean σ that folded projections are scaled to
 HELD_OUT = 4, 64  # the fewest and most sequences, of an eighth of all, that gains and knee are judged by
+LEAST_JUDGED = 2048  # tokens; with 512, knees were found that cost more than the limit on other text
 
 Knee = float | Literal["auto"]
 
@@ -93,7 +97,7 @@ def calibrate(
     last hidden states, of at most 0.05 (`output_error` in the report). The search sets a sharpness of 8 where the
     scheme's is 1, RMSNorm's form, whose knee costs more at any bound. None means "auto" if no method is given and the
     scheme has gains, keeps the norm in front of attention, and has no knee; otherwise the scheme's knee. "auto" takes
-    about two forward passes over the text.
+    about two forward passes over the text. A warning says if that eighth has fewer than 2,048 tokens.
 
     With `exportable` the knee is fixed, by default at 16, and each ε is the nearest one that is the model's own eps
     times a power of 4: `export_native` then only changes exponents, and a Qwen3 computes the same bits in float32.
@@ -203,10 +207,21 @@ def _set_norms(
         if base is None:
             search_outputs(gains, held_out)
         else:
+            _warn_of_few(sum(map(token_count, held_out)))
             tried = search_knee(gains, held_out, base, limit, kept)
     elif method != "ones" or knee:
         closed_form(whole, float(knee)).apply(float(knee), gains=method != "ones")
     return fresh, tried
+
+
+def _warn_of_few(judged: int) -> None:
+    """Log a warning if a knee is judged on so few tokens that its cost is uncertain."""
+    if judged < LEAST_JUDGED:
+        logger.warning(
+            "the knee is chosen by its cost on %d tokens, about an eighth of the text, which is uncertain on so few: "
+            "give %d tokens of text or more, or a knee",
+            judged, 8 * LEAST_JUDGED,
+        )  # fmt: skip
 
 
 def _check_rise(before: Prediction | None, after: Prediction | None, limit: float | None) -> None:
