@@ -34,7 +34,8 @@ def keep_gains(
     """
     stored = {name: found for name in peft_model_state_dict if (found := GAIN.fullmatch(name))}
     parameters = model.named_parameters(remove_duplicate=False) if stored else ()
-    held = {found.groups() for name, _ in parameters if (found := GAIN.fullmatch(name))}
+    names = (name.replace(".original_module", "") for name, _ in parameters)  # of any module around a norm
+    held = {found.groups() for name in names if (found := GAIN.fullmatch(name))}
     for name, found in stored.items():
         path, kind = found[1].removeprefix(PREFIX), found[2]
         if not {(path, kind), (PREFIX + path, kind)} & held:

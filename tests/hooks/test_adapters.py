@@ -60,10 +60,11 @@ def test_biases_of_norms_are_refused_by_norms_without(tmp_path):
     peft.PeftModel.from_pretrained(patch_model(sharp_model("llama"), layer), tmp_path)
 
 
-def test_an_adapter_of_a_model_with_its_own_norms_loads(tmp_path):
-    settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["q_norm", "k_norm"])
+@pytest.mark.parametrize("saved", [["q_norm", "k_norm"], ["self_attn"]])  # the norms, and a module that holds them
+def test_an_adapter_of_a_model_with_its_own_norms_loads(saved, tmp_path):
+    settings = peft.LoraConfig(target_modules=["up_proj"], modules_to_save=saved)
     model = peft.get_peft_model(sharp_model("qwen3"), settings)
-    trained = {name: p for name, p in model.named_parameters() if "_norm.modules_to_save" in name}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and "_norm." in name}
     with torch.no_grad():
         for number, gain in enumerate(trained.values(), start=2):
             gain.fill_(number)
