@@ -17,14 +17,17 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 def reshard(model: nn.Module) -> None:
     """Free the full parameters of a model under FSDP that a forward pass left in place of the shards.
 
-    What is written into them is lost.
+    What is written into them is lost. Those of FSDP 1's `summon_full_params` stay: what is written into them is kept.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp._common_utils import HandleTrainingState
     from torch.distributed.fsdp._runtime_utils import _reshard  # FSDP 1 has no method for it
 
     for module in fsdp_modules(model):
         module.reshard()
     for module in model.modules():
         handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
-        if handle is not None and handle.uses_sharded_strategy and module._is_root is not None:  # None before a pass
+        if handle is None or not handle.uses_sharded_strategy or module._is_root is None:  # None before a pass
+            continue
+        if handle._training_state is HandleTrainingState.IDLE:
             _reshard(module, handle, True)

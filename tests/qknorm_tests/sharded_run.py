@@ -130,12 +130,24 @@ def scalar_by_fsdp(rows: slice) -> nn.Module:
     return model
 
 
-def knee_by_fsdp1(rows: slice) -> nn.Module:
+def by_fsdp1() -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(kneed(), use_orig_params=True, device_id=torch.device("cpu"))
+
+
+def knee_after_pass(rows: slice) -> nn.Module:
     """Set the knee after a forward pass, which leaves the root's parameters whole."""
-    model = FullyShardedDataParallel(kneed(), use_orig_params=True, device_id=torch.device("cpu"))
+    model = by_fsdp1()
     with torch.no_grad():
         model(torch.arange(8)[None])
     set_knee(model, 1.0)
+    return model
+
+
+def knee_of_whole(rows: slice) -> nn.Module:
+    """Set the knee where FSDP writes the whole parameters back to the shards."""
+    model = by_fsdp1()
+    with FullyShardedDataParallel.summon_full_params(model):
+        set_knee(model, 1.0)
     return model
 
 
@@ -169,13 +181,14 @@ def muon_by_fsdp(rows: slice) -> nn.Module:
 MUON = {"ddp": muon_by_ddp, "fsdp": muon_by_fsdp}
 WAYS = {"ddp": by_ddp, "fsdp": by_fsdp, "fsdp-resumed": by_fsdp_resumed}
 KNEES = {"ddp": knee_by_ddp, "fsdp": knee_by_fsdp}
+FSDP1 = {"pass": knee_after_pass, "whole": knee_of_whole}
 
 RUNS: dict[str, dict[str, Callable[[slice], nn.Module]]] = {
     **{model_type: {way: partial(run, model_type) for way, run in WAYS.items()} for model_type in MODELS},
     "knee": KNEES,
     "muon": MUON,
     "scalar": {"fsdp": scalar_by_fsdp},
-    "fsdp1": {"knee": knee_by_fsdp1},
+    "fsdp1": FSDP1,
 }
 
 

@@ -14,6 +14,7 @@ from hf_qknorm.measure.head_weights import sizes
 from hf_qknorm.training.quack import learning_rates
 from qknorm_tests.pair import of_task, run_once, run_pairs
 from qknorm_tests.sharded_run import (
+    FSDP1,
     KNEES,
     MODELS,
     MUON,
@@ -77,10 +78,11 @@ def test_set_knee_rescales_a_gain_that_a_rank_has_no_part_of(folder):
         assert torch.equal(found[name], p), name
 
 
-def test_set_knee_after_a_forward_pass_changes_the_shards_of_fsdp_1(folder):
+@pytest.mark.parametrize("way", FSDP1)
+def test_set_knee_changes_the_shards_of_fsdp_1(way, folder):
     model = kneed()
     set_knee(model, 1.0)
-    found = trained(folder, "fsdp1", "knee")
+    found = trained(folder, "fsdp1", way)
     for name, p in model.state_dict().items():
         assert torch.equal(found[name], p), name
 
