@@ -104,7 +104,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 def head_norms(layer: QKNormAttention) -> dict[str, HeadNorm]:
     """The scheme's norms in the layer by their names in `NORM_FIELDS`.
 
-    Under PEFT's `modules_to_save` each is the active adapter's copy, or the original where none is active.
+    Under PEFT's `modules_to_save` and LN tuning each is the active adapter's copy, or the original without one.
     """
     modules = {name: active_copy(layer._modules.get(name)) for name in NORM_FIELDS}
     return {name: module for name, module in modules.items() if isinstance(module, HeadNorm)}
