@@ -256,10 +256,12 @@ def _projection(name: str, layer: Any, part: str) -> Any:
             f"{name}.{part} has no parameter as its weight, and a change of the weight would be lost: end its "
             "parametrization (torch.nn.utils.parametrize) before, and shard by FSDP2 (fully_shard) in place of FSDP 1"
         )
-    if projection.weight.dim() != 2 or not projection.weight.is_floating_point():
+    weight = projection.weight
+    stored = type(weight) in (nn.Parameter, DTensor)  # a quantiser's tensor loses changes, or can't be changed
+    if not stored or weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(
-            f"{name}.{part} has a weight of shape {list(projection.weight.shape)} and {projection.weight.dtype}, "
-            "expected floating point of two dimensions: do not quantise it, and shard it by FSDP2 (fully_shard), which "
-            "keeps its shape"
+            f"{name}.{part} has a {type(weight).__name__} of shape {list(weight.shape)} and {weight.dtype} as its "
+            "weight, expected a Parameter of floating point and two dimensions: do not quantise it, and shard it by "
+            "FSDP2 (fully_shard), which keeps its shape"
         )
     return projection

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.families import Family
@@ -67,10 +68,10 @@ def check_foldable(model: nn.Module, family: Family) -> None:
                 f"{name}: pre_norm=False folds a norm into weights that are not in memory (on the meta device, or "
                 "offloaded). Load the model whole and patch it, or convert its checkpoint with convert_checkpoint"
             )
-        if not all(isinstance(part.weight, nn.Parameter) for part in projections):
+        if not all(type(part.weight) in (nn.Parameter, DTensor) for part in projections):
             raise ValueError(
-                f"{name}: pre_norm=False folds a norm into projections, and one of them has no parameter as its "
-                "weight: end its parametrization (torch.nn.utils.parametrize) before"
+                f"{name}: pre_norm=False folds a norm into projections, and one of them has no plain parameter as its "
+                "weight: end its parametrization (torch.nn.utils.parametrize) before, and quantise only afterwards"
             )
         shift = getattr(norm, "bias", None)
         if shift is not None and bool(shift.any()) and any(part.bias is None for part in projections):

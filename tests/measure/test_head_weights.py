@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES
 from hf_qknorm.measure.head_weights import attention_head_weights
-from qknorm_tests.tables import causal_families, sharp_model
+from qknorm_tests.tables import Codes, causal_families, sharp_model
 from qknorm_tests.tiny import tiny_model
 
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
@@ -79,7 +79,10 @@ def test_unknown_projections_are_refused():
         attention_head_weights(model)
     model.model.layers[1].self_attn.k_proj = nn.Linear(64, 32)
     model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(64 * 32))
-    with pytest.raises(ValueError, match=r"k_proj has a weight of shape \[2048\] and torch.float32"):
+    with pytest.raises(ValueError, match=r"k_proj has a Parameter of shape \[2048\] and torch.float32"):
+        attention_head_weights(model)
+    model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(32, 64).as_subclass(Codes))
+    with pytest.raises(ValueError, match=r"k_proj has a Codes of shape .* do not quantise it"):
         attention_head_weights(model)
     weight_norm(model.model.layers[0].self_attn.q_proj)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj has no parameter as its weight"):

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -16,7 +16,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.covering import covering
-from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, trained_like
+from qknorm_tests.tables import MODEL_TYPES, Codes, applies, assert_near, fingerprint, make_batch, trained_like
 from qknorm_tests.tiny import TINY
 
 FOLDED = Scheme(q="auto", k="auto", v="auto", pre_norm=False, eps=1e-12)
@@ -82,9 +82,13 @@ def test_models_that_can_not_be_folded_are_refused_unchanged():
     homeless = trained_like("gpt_neox", attention_bias=False)
     computed = trained_like("llama")
     weight_norm(computed.model.layers[0].self_attn.q_proj)
+    quantised = trained_like("llama")
+    q_proj = quantised.model.layers[0].self_attn.q_proj
+    q_proj.weight = nn.Parameter(q_proj.weight.data.as_subclass(Codes))
     for model, message in (
         (meta, "not in memory"),
-        (computed, "one of them has no parameter as its weight"),
+        (computed, "one of them has no plain parameter as its weight"),
+        (quantised, "one of them has no plain parameter as its weight"),
         (homeless, "its norm has a bias, and its projections have no bias"),
     ):
         before = fingerprint(model)

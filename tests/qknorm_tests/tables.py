@@ -36,6 +36,10 @@ BATCHES = ("plain", "left", "right", "packed")
 LENGTH = 20  # longer than the tiny models' sliding window of 8
 
 
+class Codes(Tensor):
+    """A weight as quantisers store it: a parameter of its own class, which computes as floating point."""
+
+
 def applies(model_type: str, scheme: Scheme) -> bool:
     """Whether a tiny model of the family can have the scheme: one with norms of its own takes no others."""
     return FAMILIES[model_type].refusal(tiny_config(model_type), scheme) is None
