@@ -119,6 +119,7 @@ class HeadNorm(nn.Module):
         fp32 can't hold ε.
         """
         if not knee:
+            self._buffers.pop("eps", None)  # of `expect_eps`, if a loader left it
             self.eps, self.knee = self.scheme_eps, 0.0
             return
         eps, self.knee = self.eps_of(knee, power), knee
@@ -147,7 +148,8 @@ class HeadNorm(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if isinstance(self.eps, Tensor):
             device = fn(torch.empty_like(self.eps)).device  # norms without parameters move too
-            self.eps = self.eps if device.type == "meta" else self.eps.to(device)
+            if device.type != "meta":
+                self.__dict__["eps"] = self.eps.to(device)  # never the buffer of `expect_eps`
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

@@ -130,6 +130,7 @@ def test_a_loader_finds_eps_in_a_model_on_the_meta_device(gain):
     for has_gain in {gain != "none", False}:  # keys have none beside a scalar gain
         norm = HeadNorm("rms", scheme, 2, 16, gain=has_gain, device=torch.device("meta"))
         assert "eps" in dict(norm.named_buffers())
+        assert norm.half()._buffers["eps"] is not norm.eps
         copied = copy.deepcopy(norm)
         assert "eps" in dict(copied.named_buffers())
         assert torch.equal(copied.eps, norm.eps)

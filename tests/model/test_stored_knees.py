@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights, load_checkpoint_and_dispatch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
@@ -117,6 +118,20 @@ def test_an_engine_that_loads_parameters_alone_computes_the_same(checkpoint):
     model.model.rotary_emb = made().model.rotary_emb
     model.tie_weights()
     assert torch.equal(logits(model.eval()), logits(made()))
+
+
+def test_the_knee_of_a_model_that_accelerate_loads_can_be_ended(checkpoint):
+    """Its loader writes into the modules, and leaves the buffer that it finds there."""
+    with init_empty_weights():
+        there = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint))
+    there.tie_weights()
+    there, model = load_checkpoint_and_dispatch(there, checkpoint, device_map={"": "cpu"}).eval(), made()
+    powers = powers_of(model)
+    for knee in (0.0, 1.0):
+        for changed in (there, model):
+            apply_knee(changed, knee, powers)
+        assert torch.equal(logits(there), logits(model))
+    assert_equal_eps(there, model)
 
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
