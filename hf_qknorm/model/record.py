@@ -129,7 +129,7 @@ def sample(tensor: Tensor) -> str:
     """Return digests of a few elements as they are, and rounded; empty for a tensor that is offloaded or quantised."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
-    if tensor.is_meta or type(tensor) not in (Tensor, nn.Parameter):
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_meta:  # a state dict may hold other data too
         return ""
     tensor = tensor.detach()
     if tensor.element_size() == 1:  # 8-bit floats have no indexing

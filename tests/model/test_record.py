@@ -181,3 +181,18 @@ def test_a_failed_calibration_leaves_the_report(tmp_path):
     with pytest.raises(ValueError, match="max_loss_increase"):
         calibrate(model, BATCHES, method="ones", max_loss_increase=-1.0)
     assert saved(model, tmp_path) == report
+
+
+def test_a_state_dict_with_other_data_than_tensors_has_a_report():
+    """As those of `torch.ao.quantization.quantize_dynamic`, whose modules hold a dtype there."""
+
+    class Packed(torch.nn.Linear):
+        def get_extra_state(self):
+            return torch.qint8
+
+    model = patch_model(tiny_model("llama"), "qk_norm_cap")
+    model.lm_head = Packed(64, 64, bias=False)
+    calibrate(model, BATCHES)
+    record = getattr(model, ATTRIBUTE)
+    assert "lm_head.weight" in record["weights"]
+    assert "lm_head._extra_state" not in record["weights"]
