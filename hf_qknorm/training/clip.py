@@ -158,7 +158,7 @@ def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax((0, 2)) for x in (q, k))
     bound = (scale * longest_q).view(-1, group).amax(1) * longest_k
     largest = bound.new_full((k.shape[1], group), -math.inf)
-    heads = (bound > threshold).nonzero().flatten()
+    heads = (~(bound <= threshold)).nonzero().flatten()  # with NaN in one head, the others of its group are measured
     if len(heads) == 0:
         return largest.flatten()
     mask = seen.mask

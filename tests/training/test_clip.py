@@ -103,6 +103,14 @@ def test_the_largest_logits_are_those_of_visible_keys(kind):
         torch.testing.assert_close(found[expected >= threshold], expected[expected >= threshold])
 
 
+def test_a_head_with_nan_does_not_hide_the_others_of_its_group():
+    q, k = (torch.randn(2, heads, 9, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
+    seen = Structure(k, k, None, None, True, None)
+    expected = largest_logits(q, seen, 0.5, 0.0)[1:]
+    q[0, 0, 3] = math.nan
+    torch.testing.assert_close(largest_logits(q, seen, 0.5, 0.0)[1:], expected)
+
+
 def clipped_after(model: PreTrainedModel, *batches: dict[str, Any]) -> dict[str, Tensor]:
     clip = QKClip(model, threshold=1.0)
     for batch in batches:
