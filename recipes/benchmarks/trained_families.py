@@ -2,17 +2,18 @@
 
     python recipes/benchmarks/trained_families.py --text wikitext2-valid.txt
 
-Each model type with a causal language model whose tokens are predicted from earlier ones, and without norms of its own,
-is trained at a small size: 64 wide, mostly of two layers of four heads of 16, on bytes, for 300 steps of 8×64 at a rate
-of 0.01, which is large enough that attention matters to the loss. It is calibrated by `calibrate(model, data)` on 64
-sequences of 64 bytes of the first nine tenths of the text, and judged on 128 of the last tenth. "fresh" is the rise in
-loss with gains of one, "rise" that of the conversion, "KL" the divergence from the unpatched model, all in nats per
-byte. "largest" is the unpatched model's largest |logit| on the judging text, "bound" the largest that any input can
-have with `qk_norm`.
+One model type of each style in `FAMILIES`, with a causal language model and no norms of its own, is trained at a small
+size: 64 wide, mostly of two layers of four heads of 16, on bytes, for 300 steps of 8×64 at a rate of 0.01, which is
+large enough that attention matters to the loss. It is calibrated by `calibrate(model, data)` on 1,024 sequences of 64
+bytes of the first nine tenths of the text, and judged on 128 of the last tenth. "fresh" is the rise in loss with gains
+of one, "rise" that of the conversion, "KL" the divergence from the unpatched model, all in nats per byte. "largest" is
+the unpatched model's largest |logit| on the judging text, "bound" the largest that any input can have with `qk_norm`.
 
-The rule was fixed before the runs of this page. The default keeps its promise on a type if neither rise nor KL is above
-0.005 nats, the limit of the search for a knee. A cap of 50 changes larger logits whatever the norms do, so that
-`qk_norm_cap` is judged on models whose largest logit is below 50 alone. Writes a page and its runs; prints Markdown.
+The rule was fixed before the runs. The default keeps its promise on a type if neither rise nor KL is above 0.005 nats,
+the limit of the search for a knee. A cap of 50 changes larger logits whatever the norms do, so that `qk_norm_cap` is
+judged on models whose largest logit is below 50 alone. A first run calibrated on 64 sequences, of which the search
+judges on 8: it broke the promise on CamemBERT and BioGPT (KL 0.006 and 0.007); `calibrate` warns of so few since.
+Writes a page and its runs; prints Markdown.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ from qknorm_tests.tiny import tiny_config, tiny_model
 
 DEFAULTS = ("qk_norm", "qk_norm_cap")
 BATCH, LENGTH, RATE, WARMUP = 8, 64, 1e-2, 20
+OTHER_LOSSES = ("git", "trocr", "whisper", "xlm")  # their losses are not of each token from the earlier ones
 
 
 @dataclass(kw_only=True)
 class Options:
-    """The options of the study: the text, the types (all by default), and files without their endings."""
+    """The options of the study: the text, the types (one of each style by default), and files without their endings."""
 
     text: str
     types: list[str] = field(default_factory=list)
@@ -58,10 +60,15 @@ class Options:
 
 
 def trainable_types() -> list[str]:
-    """The model types that `qk_norm` can be put on, and whose loss shifts the labels."""
+    """The first model type of each style that `qk_norm` can be put on, and whose loss is of the next token."""
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys() - MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES.keys()
-    shared = sorted(FAMILIES.keys() & known)
-    return [name for name in shared if FAMILIES[name].refusal(tiny_config(name), SCHEMES["qk_norm"]) is None]
+    by_style: dict[int, str] = {}
+    for name, family in FAMILIES.items():
+        if name not in known or name in OTHER_LOSSES:
+            continue
+        if family.refusal(tiny_config(name), SCHEMES["qk_norm"]) is None:
+            by_style.setdefault(id(family.style), name)
+    return [*by_style.values()]
 
 
 def run_one(text: str, settings: Row) -> Row:
@@ -82,7 +89,7 @@ def run_one(text: str, settings: Row) -> Row:
     base.eval()
     for scheme in DEFAULTS:
         model: Any = patch_model(copy.deepcopy(base), scheme)
-        report = calibrate(model, [{"input_ids": batch} for batch in sampled(ids[:cut], 8, 2)])
+        report = calibrate(model, [{"input_ids": batch} for batch in sampled(ids[:cut], 128, 2)])
         before, after = predictions(model, [{"input_ids": batch} for batch in judging])
         found[scheme] = {
             "fresh": round(report.fresh_loss - report.base_loss, 4), "knee": model.config.scheme.knee,
