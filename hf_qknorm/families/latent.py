@@ -46,7 +46,9 @@ def rotate(
     q_plain, q_rotated = module.normed("q_norm", q_plain), module.normed("q_rope_norm", q_rotated)
     v = module.normed("k_rope_norm", v)
     if positions is not None:
-        q_rotated, v = getattr(module.modelling, rope)(q_rotated, v, *positions)
+        turned = getattr(module.modelling, rope)(q_rotated, v, *positions)
+        before = q_rotated, v
+        q_rotated, v = (x.to(old.dtype) for x, old in zip(turned, before, strict=True))  # Dots 3 Note rotates in fp32
     return torch.cat((q_plain, q_rotated), dim=-1), k, v
 
 
