@@ -19,6 +19,7 @@ from hf_qknorm.families import FAMILIES, Family, family_of
 from hf_qknorm.measure.distributed import full_tensor
 from hf_qknorm.measure.input_norms import GainAndBias, InputNorm, input_norm
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.fold import PLAIN
 from hf_qknorm.model.install import own_layers
 
 
@@ -257,8 +258,7 @@ def _projection(name: str, layer: Any, part: str) -> Any:
             "parametrization (torch.nn.utils.parametrize) before, and shard by FSDP2 (fully_shard) in place of FSDP 1"
         )
     weight = projection.weight
-    stored = type(weight) in (nn.Parameter, DTensor)  # a quantiser's tensor loses changes, or can't be changed
-    if not stored or weight.dim() != 2 or not weight.is_floating_point():
+    if type(weight) not in PLAIN or weight.dim() != 2 or not weight.is_floating_point():
         raise ValueError(
             f"{name}.{part} has a {type(weight).__name__} of shape {list(weight.shape)} and {weight.dtype} as its "
             "weight, expected a Parameter of floating point and two dimensions: do not quantise it, and shard it by "

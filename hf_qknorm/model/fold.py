@@ -10,7 +10,7 @@ Source: Rybakov et al. 2024 (arXiv 2410.16682), QKV_norm.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from hf_qknorm.families import Family
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.install import own_layers
 from hf_qknorm.ops.norms import NORMS
+
+PLAIN: Final = (nn.Parameter, DTensor)  # a quantiser's tensors lose changes in place, or refuse them
 
 
 class FoldedNorm(nn.Module):
@@ -68,7 +70,7 @@ def check_foldable(model: nn.Module, family: Family) -> None:
                 f"{name}: pre_norm=False folds a norm into weights that are not in memory (on the meta device, or "
                 "offloaded). Load the model whole and patch it, or convert its checkpoint with convert_checkpoint"
             )
-        if not all(type(part.weight) in (nn.Parameter, DTensor) for part in projections):
+        if not all(type(part.weight) in PLAIN for part in projections):
             raise ValueError(
                 f"{name}: pre_norm=False folds a norm into projections, and one of them has no plain parameter as its "
                 "weight: end its parametrization (torch.nn.utils.parametrize) before, and quantise only afterwards"
