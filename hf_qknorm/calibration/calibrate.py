@@ -218,9 +218,9 @@ def _warn_of_few(judged: int) -> None:
     """Log a warning if a knee is judged on so few tokens that its cost is uncertain."""
     if judged < LEAST_JUDGED:
         logger.warning(
-            "the knee is chosen by its cost on %d tokens, about an eighth of the text, which is uncertain on so few: "
-            "give %d tokens of text or more, or a knee",
-            judged, 8 * LEAST_JUDGED,
+            "the knee is chosen by its cost on %d tokens, which is uncertain on so few: give %d tokens of text or "
+            "more, in sequences of at least %d, or a knee",
+            judged, 8 * LEAST_JUDGED, LEAST_JUDGED // HELD_OUT[1],
         )  # fmt: skip
 
 

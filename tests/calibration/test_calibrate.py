@@ -62,7 +62,8 @@ def test_a_knee_that_few_tokens_judge_is_warned_of(rows, knee, warned, caplog):
     calibrate(model, [tokens(rows, 128)], knee=knee, batch_size=64)
     messages = [record.getMessage() for record in caplog.records if "the knee is chosen" in record.getMessage()]
     assert len(messages) == warned
-    assert all("its cost on 1920 tokens, about an eighth" in message for message in messages)
+    assert all("on 1920 tokens, which" in message for message in messages)
+    assert all("give 16384 tokens of text or more, in sequences of at least 32" in message for message in messages)
 
 
 def test_a_head_of_zeros_keeps_a_gain_of_1():
