@@ -17,7 +17,7 @@ def fsdp_modules(model: nn.Module) -> list[Any]:
 def reshard(model: nn.Module) -> None:
     """Free the full parameters of a model under FSDP that a forward pass left in place of the shards.
 
-    What is written into them is lost. Those of FSDP 1's `summon_full_params` stay: what is written into them is kept.
+    Changes of these would be lost. Under FSDP 1's `summon_full_params`, which keeps changes, parameters stay whole.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
     from torch.distributed.fsdp._common_utils import HandleTrainingState

@@ -1,4 +1,4 @@
-"""What the default conversions keep of a trained model of each type.
+"""The cost of the default conversions on a trained model of each style.
 
     python recipes/benchmarks/trained_families.py --text wikitext2-valid.txt
 
