@@ -32,7 +32,6 @@ from hf_qknorm.measure.distributed import (
     broadcast_attention,
     gather_batches,
     ranks_of,
-    token_count,
     unwrap,
 )
 from hf_qknorm.measure.logit_statistics import CAP
@@ -42,7 +41,7 @@ from hf_qknorm.measure.predictions import (
     output_error,
     predictions,
 )
-from hf_qknorm.measure.regroup import divided
+from hf_qknorm.measure.regroup import divided, token_count
 from hf_qknorm.measure.text import batches_for, check_batches, context_length, longest_sequence
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.fsdp import reshard
@@ -58,8 +57,8 @@ logger = logging.getLogger(__name__)
 METHODS = ("ones", "moments")
 MAX_TOKENS = 262_144
 FOLD_BATCHES = 16  # enough for the mean σ that folded projections are scaled to
-HELD_OUT = 4, 64  # the fewest and most sequences, of an eighth of all, that gains and knee are judged by
 LEAST_JUDGED = 2048  # tokens; with 512, knees were found that cost more than the limit on other text
+HELD_OUT = 4, 64, LEAST_JUDGED  # the fewest and most sequences, and fewest tokens, that judge gains and knee
 
 Knee = float | Literal["auto"]
 
@@ -92,12 +91,13 @@ def calibrate(
 
     `knee` is a number, as an export needs (0 for plain norms), or "auto": 1.5 times the least of `KNEES` in
     `calibration.knees` that costs at most `max_loss_increase` nats per token (by default 0.005) on an eighth of the
-    sequences, which the fit leaves out; the margin is for text of other kinds. The cost is the rise in loss, or the KL
-    from the unpatched model if that is larger; a model that predicts no tokens is judged by the relative error of its
-    last hidden states, of at most 0.05 (`output_error` in the report). The search sets a sharpness of 8 where the
-    scheme's is 1, RMSNorm's form, whose knee costs more at any bound. None means "auto" if no method is given and the
-    scheme has gains, keeps the norm in front of attention, and has no knee; otherwise the scheme's knee. "auto" takes
-    about two forward passes over the text. A warning says if that eighth has fewer than 2,048 tokens.
+    sequences, which the fit leaves out; the margin is for text of other kinds. Of a short text up to half judges, for
+    2,048 tokens; a warning says if there are fewer. The cost is the rise in loss, or the KL from the unpatched model if
+    that is larger; a model that predicts no tokens is judged by the relative error of its last hidden states, of at
+    most 0.05 (`output_error` in the report). The search sets a sharpness of 8 where the scheme's is 1, RMSNorm's form,
+    whose knee costs more at any bound. None means "auto" if no method is given and the scheme has gains, keeps the norm
+    in front of attention, and has no knee; otherwise the scheme's knee. "auto" takes about two forward passes over a
+    long text.
 
     With `exportable` the knee is fixed, by default at 16, and each ε is the nearest one that is the model's own eps
     times a power of 4: `export_native` then only changes exponents, and a Qwen3 computes the same bits in float32.
@@ -177,7 +177,7 @@ class _Sample(NamedTuple):
         """Divide the batches. Raises ValueError for too few tokens to predict, and without labels that are needed."""
         check_inputs(model, batches)
         check_batches(batches, model.config)
-        others, judging = divided(batches, *HELD_OUT)
+        others, judging = divided(batches, *(HELD_OUT if "input_ids" in batches[0] else HELD_OUT[:2]))
         return cls(batches, others or batches, judging)
 
 
@@ -220,7 +220,7 @@ def _warn_of_few(judged: int) -> None:
         logger.warning(
             "the knee is chosen by its cost on %d tokens, which is uncertain on so few: give %d tokens of text or "
             "more, in sequences of at least %d, or a knee",
-            judged, 8 * LEAST_JUDGED, LEAST_JUDGED // HELD_OUT[1],
+            judged, 2 * LEAST_JUDGED, LEAST_JUDGED // HELD_OUT[1],
         )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_qknorm.measure.regroup import token_count
 from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fsdp import fsdp_modules
@@ -129,11 +130,6 @@ def unwrap(model: nn.Module) -> Any:
     """The transformers model inside DistributedDataParallel and PEFT's wrapper."""
     inner: Any = model.module if isinstance(model, DistributedDataParallel) else model
     return unwrap_peft(inner)
-
-
-def token_count(batch: Mapping[str, Tensor]) -> int:
-    """The number of a batch's tokens, padding included; of images, their own number."""
-    return batch["input_ids"].numel() if "input_ids" in batch else len(batch["pixel_values"])
 
 
 def gather_batches(batches: list[dict[str, Tensor]], max_tokens: int, ranks: Ranks) -> list[dict[str, Tensor]]:

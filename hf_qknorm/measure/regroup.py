@@ -23,19 +23,27 @@ def regrouped(batches: Sequence[Mapping[str, Tensor]], most: int) -> list[dict[s
 
 
 def divided(
-    batches: Sequence[Mapping[str, Tensor]], least: int = 1, most: int | None = None
+    batches: Sequence[Mapping[str, Tensor]], least: int = 1, most: int | None = None, tokens: int = 0
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """The sequences of batches but an eighth, and this eighth, evenly spread.
 
-    The eighth has at least `least` sequences, if as many are left, and at most `most`.
+    The eighth has at least `least` sequences and `tokens` tokens, but at most half of the sequences, and `most`.
     """
     rows = [{key: x[i : i + 1] for key, x in batch.items()} for batch in batches for i in range(_rows(batch))]
+    least = max(least, -(-tokens * len(rows) // sum(map(token_count, rows))))
     count = max(len(rows) // 8, min(least, len(rows) // 2), 1)
-    step = -(-len(rows) // min(count, most or count))
+    count = min(count, most or count)
+    judging = {i * len(rows) // count for i in range(count)}
     size = max(map(_rows, batches))
-    return regrouped([row for i, row in enumerate(rows) if i % step], size), regrouped(rows[::step], size)
+    others, judged = ([row for i, row in enumerate(rows) if (i in judging) is part] for part in (False, True))
+    return regrouped(others, size), regrouped(judged, size)
 
 
 def _rows(batch: Mapping[str, Tensor]) -> int:
     """The number of a batch's sequences or images."""
     return len(next(iter(batch.values())))
+
+
+def token_count(batch: Mapping[str, Tensor]) -> int:
+    """The number of a batch's tokens, padding included; of images, their own number."""
+    return batch["input_ids"].numel() if "input_ids" in batch else len(batch["pixel_values"])

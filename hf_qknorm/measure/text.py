@@ -20,7 +20,7 @@ from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import read_start
-from hf_qknorm.measure.distributed import token_count
+from hf_qknorm.measure.regroup import token_count
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
 INPUTS = ("input_ids", "pixel_values")  # of the models that calibrate takes

@@ -56,14 +56,14 @@ def test_one_side_takes_the_change_of_the_logits_scale(q, side):
         torch.testing.assert_close(found[1][name], factor * own, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("rows", "knee", "warned"), [(127, None, True), (128, None, False), (127, 4.0, False)])
+@pytest.mark.parametrize(("rows", "knee", "warned"), [(31, None, True), (32, None, False), (31, 4.0, False)])
 def test_a_knee_that_few_tokens_judge_is_warned_of(rows, knee, warned, caplog):
     model = patch_model(tiny_model("llama", num_hidden_layers=1), "qk_norm")
     calibrate(model, [tokens(rows, 128)], knee=knee, batch_size=64)
     messages = [record.getMessage() for record in caplog.records if "the knee is chosen" in record.getMessage()]
     assert len(messages) == warned
     assert all("on 1920 tokens, which" in message for message in messages)
-    assert all("give 16384 tokens of text or more, in sequences of at least 32" in message for message in messages)
+    assert all("give 4096 tokens of text or more, in sequences of at least 32" in message for message in messages)
 
 
 def test_a_head_of_zeros_keeps_a_gain_of_1():
