@@ -12,7 +12,8 @@ the unpatched model's largest |logit| on the judging text, "bound" the largest t
 The rule was fixed before the runs. The default keeps its promise on a type if neither rise nor KL is above 0.005 nats,
 the limit of the search for a knee. A cap of 50 changes larger logits whatever the norms do, so that `qk_norm_cap` is
 judged on models whose largest logit is below 50 alone. A first run calibrated on 64 sequences, of which the search
-judges on 8: it broke the promise on CamemBERT and BioGPT (KL 0.006 and 0.007); `calibrate` warns of so few since.
+judged on 8: it broke the promise on CamemBERT and BioGPT (KL 0.006 and 0.007). Since then up to half of a short text
+judges, and both keep it with `--sequences 64`.
 Writes a page and its runs; prints Markdown.
 """
 
@@ -55,6 +56,7 @@ class Options:
     text: str
     types: list[str] = field(default_factory=list)
     steps: int = 300
+    sequences: int = 1024  # to calibrate on
     jobs: int = 2
     out: Path = Path("recipes/results/trained_families")
 
@@ -89,7 +91,7 @@ def run_one(text: str, settings: Row) -> Row:
     base.eval()
     for scheme in DEFAULTS:
         model: Any = patch_model(copy.deepcopy(base), scheme)
-        report = calibrate(model, [{"input_ids": batch} for batch in sampled(ids[:cut], 128, 2)])
+        report = calibrate(model, [{"input_ids": batch} for batch in sampled(ids[:cut], settings["sequences"] // BATCH, 2)])
         before, after = predictions(model, [{"input_ids": batch} for batch in judging])
         found[scheme] = {
             "fresh": round(report.fresh_loss - report.base_loss, 4), "knee": model.config.scheme.knee,
@@ -134,7 +136,8 @@ def page(results: dict[str, Row], made: str) -> str:
 def main(command: list[str] | None = None) -> str:
     options, runs = parse(Options, command)
     types = options.types or trainable_types()
-    wanted = [{"type": name, "text": Path(options.text).name, "steps": options.steps} for name in types]
+    shared = {"text": Path(options.text).name, "steps": options.steps, "sequences": options.sequences}
+    wanted = [{"type": name, **shared} for name in types]
     runs.run_all(wanted, partial(run_one, options.text), options.jobs)
     results = {settings["type"]: runs.get(settings, partial(run_one, options.text, settings)) for settings in wanted}
     return publish(page(results, provenance(runs.used)), options.out)
