@@ -67,6 +67,14 @@ def with_attention_of_another_class() -> Any:
     return model
 
 
+def with_integers() -> Any:
+    """The weights of one layer are integers, as a quantiser may hold them."""
+    model = sharp_model("llama")
+    for part in model.model.layers[1].self_attn.children():
+        part.weight = nn.Parameter(part.weight.detach().to(torch.int8), requires_grad=False)
+    return model
+
+
 def other_forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
     return hidden_states, None
 
@@ -92,6 +100,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "compiled": (lambda: torch.compile(sharp_model("llama"), backend="eager"), ("patch it first, then compile",)),
     "compiled in place": (compiled_in_place, ("patch it first, then compile",)),
     "quantised": (lambda: altered(hf_quantizer=object()), ("quantization_config",)),
+    "quantised by hand": (with_integers, ("LlamaAttention.q_proj", "no floating-point weight", "quantise it then")),
     "tensor parallel": (lambda: altered(_tp_size=2), ("tensor parallelism",)),
     "norms on norms": (lambda: sharp_model("qwen3"), ("already normalises", "soft_cap")),
     "another forward": (with_forward_of_its_own, ("model.layers.1.self_attn", "another tool")),

@@ -68,9 +68,17 @@ def add_norms(module: Any, scheme: Scheme) -> None:
 
 
 def device_and_dtype(module: Any) -> tuple[torch.device, torch.dtype]:
-    """Device and dtype for new parameters: the projections', or the device on which a hook runs offloaded ones."""
+    """Device and dtype for new parameters: the projections', or the device on which a hook runs offloaded ones.
+
+    Raises ValueError for a projection without a floating-point weight.
+    """
     projection = module.get_submodule(module.family.style.weights[0])
-    weight = next(projection.parameters())
+    weight = next(projection.parameters(), None)
+    if weight is None or not weight.is_floating_point():
+        raise ValueError(
+            f"{type(module).__name__}.{module.family.style.weights[0]} ({type(projection).__name__}) has no "
+            "floating-point weight, as after quantisation: patch the model in full precision, and quantise it then"
+        )
     device = execution_device(projection, module) if weight.is_meta else None
     return device or weight.device, weight.dtype
 

@@ -91,7 +91,9 @@ def run_one(text: str, settings: Row) -> Row:
     base.eval()
     for scheme in DEFAULTS:
         model: Any = patch_model(copy.deepcopy(base), scheme)
-        report = calibrate(model, [{"input_ids": batch} for batch in sampled(ids[:cut], settings["sequences"] // BATCH, 2)])
+        report = calibrate(
+            model, [{"input_ids": batch} for batch in sampled(ids[:cut], settings["sequences"] // BATCH, 2)]
+        )
         before, after = predictions(model, [{"input_ids": batch} for batch in judging])
         found[scheme] = {
             "fresh": round(report.fresh_loss - report.base_loss, 4), "knee": model.config.scheme.knee,
