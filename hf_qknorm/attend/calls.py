@@ -96,13 +96,13 @@ def is_padded_ranges(mask: Tensor) -> bool:
 
 
 def check_keys(mask: Tensor, keys: int) -> None:
-    """Raise ValueError for ranges that were made for another number of keys than a layer without a cache has."""
+    """Raise ValueError for ranges that were made for another number of keys than a layer has."""
     expected = keys if torch.compiler.is_compiling() else vars(mask).get(KEYS, keys)
     if expected != keys:
         raise ValueError(
             f"the attention mask is for {expected} keys, and a layer has {keys}. Gradient checkpointing takes the "
             "cache from layers, and with it the prefix of PEFT's prefix tuning: switch it off, or train another kind "
-            "of adapter"
+            "of adapter, and without a cache"
         )
 
 
@@ -135,6 +135,8 @@ def structure(
     tokens = None
     if mask is not None and mask.dtype == torch.int32:
         _check_ranges(mask, (*query.shape[:3], keys))
+        if not hasattr(module, "scheme"):  # a patched layer may attend to a part of a static cache, and checks before
+            check_keys(mask, keys)
     if mask is not None and is_padded_ranges(mask):
         mask, tokens = mask[..., : 2 * queries].reshape(-1, 1, queries, 2), mask[:, 0, 0, 2 * queries :]
     if mask is not None and is_ranges(mask):  # these include causality, window and padding

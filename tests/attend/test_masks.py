@@ -168,10 +168,12 @@ def test_keys_may_be_fewer_than_those_of_the_mask(name, padding):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
+@pytest.mark.parametrize("patched", [True, False])
 @pytest.mark.parametrize("name", ["hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager"])
-def test_a_cache_that_checkpointing_takes_from_the_layers_is_an_error(name):
+def test_a_cache_that_checkpointing_takes_from_the_layers_is_an_error(name, patched):
     """Without its keys, the ranges would let each query see the tokens behind it."""
-    model = patch_model(sharp_model("llama"), "soft_cap", attn_implementation=name)
+    model = sharp_model("llama")
+    patch_model(model, "soft_cap", attn_implementation=name) if patched else model.set_attn_implementation(name)
     tokens = make_batch("plain", labels=False)["input_ids"]
     with torch.no_grad():
         cache = model(tokens[:, :5], use_cache=True).past_key_values
