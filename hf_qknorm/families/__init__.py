@@ -35,6 +35,7 @@ _decoder: Final = partial(Family, norm="layer", pre_norm="", rope=None, causal="
 FAMILIES: Final[dict[str, Family]] = {
     "afmoe": Family("AfmoeAttention", gated.AFMOE, own_norms=True, slides=by_layer),
     "apertus": Family("ApertusAttention", normed.GEMMA3, own_norms=True),
+    "apertus1p5_text": Family("Apertus1p5TextAttention", normed.GEMMA3, own_norms=True),
     "arcee": Family("ArceeAttention", separate.LLAMA),
     "aria_text": Family("AriaTextAttention", separate.LLAMA),
     "axk1": Family("AXK1Attention", latent.DEEPSEEK_V3, latent=True, rope=None),
@@ -129,6 +130,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "kimi_linear": Family("KimiLinearAttention", latent.KIMI_LINEAR, latent=True, rope=None),
     "kolibri1": Family("Kolibri1Attention", normed.EXAONE4, own_norms=True, slides=by_kind),
     "laguna": Family("LagunaAttention", gated.LAGUNA, own_norms=True, slides=by_layer),
+    "lara_mini": Family("LaraMiniAttention", normed.LARA, own_norms=True, slides=by_layer),
     "lfm2": Family("Lfm2Attention", normed.LFM2, own_norms=True),
     "lfm2_moe": Family("Lfm2MoeAttention", normed.LFM2, own_norms=True),
     "lfm3": Family("Lfm3Attention", gated.LFM3, own_norms=True, slides=by_layer),

@@ -189,6 +189,7 @@ def attend_doge(
 
 
 QWEN3 = Style(project_normed)
+LARA = Style(project_normed, rotates=has_window)
 GEMMA3 = Style(project_transposed)
 COHERE = Style(project_if_configured)
 OLMO2 = Style(project_wide, norms_together=True)

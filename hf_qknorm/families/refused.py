@@ -12,7 +12,6 @@ _TYPES: Final[dict[str, str]] = {
         "inkling2_loop_text inkling2_text"
     ),
     "its layers run several times over a text, and each run attends to cached keys of its own or of the last": "dory",
-    "transformers has it since 5.24, and its layers are not checked yet": "apertus1p5_text lara_mini",
     "it is multimodal, and its config always builds the text config from transformers' own class, which loses a scheme "
     "without an error: patch the text model by itself": "gemma3 gemma3n gemma4 gemma4_unified",
     "it has no softmax attention": "falcon_mamba mamba mamba2 rwkv xlstm",

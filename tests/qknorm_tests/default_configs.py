@@ -46,6 +46,7 @@ FILLED: Final[dict[str, dict[str, Any]]] = {
     "hunyuan_v1_moe": {"head_dim": 16},
     "jamba": {"num_hidden_layers": 8},
     "kimi_linear": {"num_hidden_layers": 5},
+    "lara_mini": {"num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "ministral": {"head_dim": 16},
     "moshi": tiny_part("moshi", "audio_encoder_config"),

@@ -103,6 +103,7 @@ ALIKE: Final[dict[str, dict[str, Any]]] = {
     "jamba": {**EXPERTS, **MAMBA, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "kolibri1": {**EXPERTS, **BOTH},
     "laguna": {**EXPERTS, **BOTH, "num_attention_heads_per_layer": [4, 4]},
+    "lara_mini": {**EXPERTS, **BOTH},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {**EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mellum": {**EXPERTS, **BOTH},

@@ -23,7 +23,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "case", "scale"), zip(RAWS, cycle(OPTIONS), cycle([None, None, 1.0])), ids=str)
+@pytest.mark.parametrize(("raw", "case", "scale"), list(zip(RAWS, cycle(OPTIONS), cycle([None, None, 1.0]))), ids=str)
 def test_output_and_gradients(raw: Raw, case: Case, scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_tiles(monkeypatch)
     raw_problem(raw, case, scale).check()
