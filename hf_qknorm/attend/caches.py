@@ -124,7 +124,7 @@ def _stored(cache: Any, index: int, keys: Tensor, values: Tensor) -> tuple[torch
 
 
 def _is_plain(cache: Any) -> bool:
-    """Whether a cache's `update` is that of its layers."""
+    """Whether a cache has transformers' own `update`."""
     return getattr(type(cache), "update", None) is Cache.update
 
 

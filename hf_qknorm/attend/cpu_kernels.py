@@ -85,7 +85,7 @@ def serves_norm_rope(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
 
 
 def _norm_rope_kind(x: Tensor, norm: Norm, rotary: Rotary | None) -> tuple[Any, ...]:
-    """The properties of heads by which a kernel norms and rotates them; without lengths, of which there are many."""
+    """The properties of heads by which a kernel norms and rotates them; without lengths, which vary too much."""
     turned = rotary and (rotary.cos.shape[2], rotary.cos.dtype, rotary.interleaved)
     return torch.is_grad_enabled(), x.dtype, x.shape[3], turned, *_norm_kind(norm)
 

@@ -30,7 +30,7 @@ class Implementation(NamedTuple):
 
     `words` name it in logs. `why_not` returns the reason why it does not take a call, or None; the first call of a kind
     may compile and check it. `why_not_yet` is the same for "hf_qknorm", if that does not wait for a compiler. `run`
-    computes `[B, H, T, D]`. `devices` are those where "hf_qknorm" tries it, none for all. `name` is that of the
+    computes `[B, H, T, D]`. `devices` are the devices where "hf_qknorm" tries it, none for all. `name` names the
     attention function that takes it or raises ValueError, if there is one. `takes_masks`: arbitrary masks too, and so a
     position bias in one.
     """
@@ -144,7 +144,7 @@ def step(module: nn.Module, call: Call, heads: Heads, filled: Tensor | None) -> 
 
 
 def run(call: Call) -> Tensor:
-    """Attention by the first implementation that takes the call. The logged reason is that of its first call."""
+    """Attention by the first implementation that takes the call. The logged reason is its first call's."""
     choice = choose(call)
     log_once(f"runs {choice.implementation.words}", "" if choice.reason is None else f": {choice.reason}")
     return choice.implementation.run(*call)

@@ -124,7 +124,7 @@ def _layers_pass(window: int | None, function: MaskFunction, config: Any) -> boo
     family = FAMILIES.get(getattr(config, "base_model_type", ""))
     if window is None or family is None or not family.has_window:
         return False
-    chunked = getattr(config, "attention_chunk_size", None) is not None  # then the size may be that of the chunks
+    chunked = getattr(config, "attention_chunk_size", None) is not None  # then it may be the chunks' size
     if chunked or window != getattr(config, "sliding_window", None):
         return False
     key = torch.arange(1)

@@ -166,7 +166,7 @@ def calibrate(
 
 
 class _Sample(NamedTuple):
-    """The batches of a calibration: all, the ones for gains, and those that judge knee and gains."""
+    """The batches of a calibration: all, the ones for gains, and the ones that judge knee and gains."""
 
     whole: Batches
     fitted: Batches

@@ -113,8 +113,8 @@ def convert_checkpoint(
     `max_memory` limits the memory of the process, in bytes or as "8GB"; default: what machine, cgroups and process
     limits leave. Layers that do not fit are read from the disk in each forward pass, of up to 64 sequences then.
 
-    Tokenizer, generation config, templates and licence are copied. A model card is written; that of the source is kept
-    as README.original.md. `standalone` adds the code that runs the model without hf_qknorm, as `add_standalone` does.
+    Tokenizer, generation config, templates and licence are copied. A model card is written; the source's is kept as
+    README.original.md. `standalone` adds the code that runs the model without hf_qknorm, as `add_standalone` does.
     `dst` appears once it is complete. With `overwrite` an existing folder is replaced if it holds a checkpoint and
     nothing else. Pickled weights are read with `allow_pickle` alone.
 

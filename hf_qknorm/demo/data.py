@@ -24,7 +24,7 @@ LAYERS = 2  # of the small Llama
 STEPS = 200  # of its continued training
 RUN_BATCH = 4  # sequences in a batch of continued training
 LOOKS = 8  # evaluations of a run after the first
-CONVERSION = 4  # its work, with saving and reloading, is about that of training on the calibration text this many times
+CONVERSION = 4  # its work, with saving and reloading, equals training on the calibration text about this many times
 
 Batches = dict[str, list[Tensor]]
 

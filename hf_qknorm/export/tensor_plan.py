@@ -70,7 +70,7 @@ class TensorPlan:
             raise ValueError(f"{name} would be multiplied by {factor}: {reason}")
         exponent = round(math.log2(factor))
         if math.isclose(factor, 2.0**exponent, rel_tol=1e-7):  # an ε is stored in fp32
-            factor = 2.0**exponent  # changes exponents alone, of which float16 has few: see `check_halves`
+            factor = 2.0**exponent  # changes exponents alone; float16 has few of them: see `check_halves`
         else:
             self.require_wide(name, reason)
         if factor != 1:

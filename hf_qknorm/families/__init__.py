@@ -28,7 +28,7 @@ NO_ADAPTER: Final = without(
     "use_shared_attention_adapter", "each layer adds projections of its own to a shared attention"
 )
 
-# BERT's relatives, and those of BART, which are encoder-decoders or their decoders alone
+# BERT's relatives, and BART's, which are encoder-decoders or their decoders alone
 _encoder: Final = partial(Family, norm="layer", pre_norm="", causal="is_decoder")
 _decoder: Final = partial(Family, norm="layer", pre_norm="", rope=None, causal="!is_encoder_decoder")
 

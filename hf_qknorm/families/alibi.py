@@ -1,7 +1,7 @@
 """Falcon, BLOOM and MPT: inline attention, and ALiBi (Press et al. 2021, arXiv 2108.12409) in the last two.
 
-ALiBi is a bias of the logits, linear in the key's position. A cap is applied before it. The `attend` functions are as
-those of `inline`.
+ALiBi is a bias of the logits, linear in the key's position. A cap is applied before it. The `attend` functions are like
+`inline`'s.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ BLOOM = Style(
     bias=lambda module, q, k, *, alibi, **options: alibi.view(q.shape[0], module.num_heads, 1, -1),
     heads=heads,
     scale=lambda module: module.inv_norm_factor,
-    length=lambda module: getattr(module.config, "seq_length", 2048),  # that of its training
+    length=lambda module: getattr(module.config, "seq_length", 2048),  # the length in its training
     interleaved=lambda module: True,
 )
 MPT = Style(

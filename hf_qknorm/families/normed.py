@@ -1,7 +1,7 @@
 """Separate projections of models that norm their queries and keys: per head or over all heads, before RoPE or after.
 
 Inkling and Doge also add a learned bias to the logits, computed from the input or from the values. A cap is applied
-before it. In Gemma 3n and 4, some layers compute no keys and values, and attend to those that another layer has stored.
+before it. In Gemma 3n and 4, some layers compute no keys and values, and attend to another layer's.
 """
 
 from __future__ import annotations

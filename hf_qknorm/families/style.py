@@ -16,7 +16,7 @@ Rotated = tuple[Tensor, Tensor, Tensor]
 
 QKV: Final = ("q_proj", "k_proj", "v_proj")
 FROM_5_24: Final = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)  # transformers' version
-# transformers' name for the cache in a forward. Before 5.24, `cache` was that of continuous batching alone.
+# transformers' name for the cache in a forward. Before 5.24, `cache` was the cache of continuous batching alone.
 CACHE: Final = "cache" if FROM_5_24 else "past_key_values"
 
 

@@ -46,7 +46,7 @@ class Hook(NamedTuple):
 def install_hooks() -> None:
     """Install the hooks: each at once if its module is imported, else after the import of it.
 
-    HF_QKNORM_HOOKS=0 leaves those that are needed. Raises ValueError for a value that is neither 1 nor 0.
+    HF_QKNORM_HOOKS=0 leaves the needed ones. Raises ValueError for a value that is neither 1 nor 0.
     """
     value = os.environ.get(SWITCH, "1")
     if value not in ("0", "1"):
@@ -91,7 +91,7 @@ HOOKS: Final = (
          reason="copies and pickles of a cache leave out its room for new tokens, by `copyreg.pickle`"),
     Hook("peft.utils.constants", "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING",
          adapters.add_targets, "peft>=0.18", wraps=False,
-         reason="derived types have the default targets of their bases, in this table and those of the other methods"),
+         reason="derived types have the default targets of their bases, in this table and the other methods' tables"),
     Hook("peft.config", "PeftConfigMixin.to_dict",
          in_memory.store_no_base, "peft>=0.18",
          reason="an adapter does not name the model before a change in memory as its base"),

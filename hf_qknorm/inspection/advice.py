@@ -109,7 +109,7 @@ def _advise_normed(found: Inspection) -> tuple[Scheme, list[str]]:
         f"norms on queries and keys bound the logits in proportion to their gains ({allowed}), and these "
         "gains allow large ones",
         *reasons,
-        "a cap is all that can be added to norms; if the gains grow in training, decay or clip them, or lower the rate",
+        "nothing but a cap can be added to norms; if the gains grow in training, decay or clip them, or lower the rate",
     ]
 
 

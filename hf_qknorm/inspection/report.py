@@ -108,13 +108,13 @@ def scheme_name(scheme: Scheme) -> str:
 class Inspection:
     """The result of `inspect_model`: `layers` by name, `risks` by layer (highest first), and the `advice`.
 
-    `base` is the prediction of the unpatched model, `patched` that of a patched model as it is (None if it is
+    `base` is the prediction of the unpatched model, `patched` the prediction of a patched model as it is (None if it is
     unpatched). Both are None without a language-modelling head. `trials` are predictions with schemes with fresh gains,
     before any calibration. `knees` are loss and bound at each knee that `calibrate` tries (None for a model that is
     patched, takes no norms, or predicts no tokens). `scheme` is the model's (None if it is unpatched). Shares of large
     logits are relative to `cap`; `own_cap` is the cap in force. `normed` is whether queries and keys both have norms,
-    of the scheme or of the model itself, `latent` whether a latent is cached in place of keys. `length` is that of the
-    longest sequence of the text, `context` the longest that the model is for (None where unknown).
+    of the scheme or of the model itself, `latent` whether a latent is cached in place of keys. `length` is the length
+    of the longest sequence of the text, `context` the longest that the model is for (None where unknown).
 
     >>> found = qk.inspect_model(model, texts)
     >>> found.largest == max(risk.max_logit for risk in found.risks)

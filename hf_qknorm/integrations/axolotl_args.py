@@ -17,7 +17,7 @@ class QKNormPluginArgs(BaseModel):
         None, description="The calibration text: a file, a folder or a Hub dataset. false: fresh gains."
     )
     qk_norm_knee: float | Literal["auto"] | None = Field(
-        None, description="The knee of the calibration; by default that of calibrate()."
+        None, description="The knee of the calibration; by default calibrate() finds one."
     )
     qk_norm_knee_share: float | None = Field(
         None, description="Lower the knee to 0 over this share of the run (KneeSchedule)."

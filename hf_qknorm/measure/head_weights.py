@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
     """Root mean squares by part, in fp32 at least, over isotropic inputs of a projection.
 
     An input is g·x̂ + β with the gain and bias of the norm in front, or x̂ without a norm; x̂ has a mean square of 1.
-    `inputs` (scalars) are those of an input's entries, and `outputs` `[heads]` those of the length of a head's outputs:
+    `inputs` (scalars) are the sizes of an input's entries, and `outputs` `[heads]` the lengths of a head's outputs:
     √(‖W·diag(g)‖² + ‖W·β + b‖²).
     """
 

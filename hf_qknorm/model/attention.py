@@ -48,7 +48,7 @@ def _class_name(family: Family, modelling: str) -> str:
     """The class's name.
 
     CLIP's text and image models share an attention class, and only the first is causal. Some models call theirs
-    `Attention`: the name then begins with that of their package.
+    `Attention`: the name then begins with their package's.
     """
     package = modelling.split(".")[-2].title() if family.attention in ("Attention", "MultiHeadAttention") else ""
     return f"{PREFIX}{package}{family.attention}" if family.causal else f"{PREFIX}Encoder{family.attention}"

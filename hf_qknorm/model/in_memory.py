@@ -110,7 +110,7 @@ def _backend(config: Any, options: dict[str, Any]) -> str | dict[str, str]:
     """Return the attention backend that the options ask for; by default the one of each part of the model."""
     requested: str | None = options.get("attn_implementation")
     requested = requested or getattr(options.get("config"), "_attn_implementation", None)
-    if requested not in (None, config._attn_implementation):  # TRL requests that of the whole for every tower
+    if requested not in (None, config._attn_implementation):  # TRL requests the whole model's for every tower
         return requested
     parts = {key: part for key in config.sub_configs if (part := getattr(config, key, None)) is not None}
     return {key: part._attn_implementation for key, part in {"": config, **parts}.items()}

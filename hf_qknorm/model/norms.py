@@ -34,7 +34,7 @@ class HeadNorm(nn.Module):
     `sharpness` is the scheme's with a knee, else 1.
     `blend` b is a buffer during a blend: x becomes x + b·(y − x), where y is `rescale` times the normed x.
     `rescale` replaces the scheme's scale of the logits, which the attention applies only after the blend.
-    `loaded_blend` is that of the gain last loaded by `load_state_dict`, 1 outside of a blend, None before.
+    `loaded_blend` is the blend at which `load_state_dict` last loaded the gain: 1 outside of a blend, None before.
     `bypass` makes the module return its input: the model then computes what it did before it was patched.
     """
 
@@ -237,7 +237,7 @@ class HeadNorm(nn.Module):
 
 
 def eps_problem(eps: Tensor, least: float) -> str | None:
-    """Return why a stored `eps` can't be that of a norm with a knee, as the end of a sentence, or None."""
+    """Return why a norm with a knee can't have a stored `eps`, as the end of a sentence, or None."""
     if eps.shape:
         return f"has shape {list(eps.shape)}, expected a single number []. Restore the weights"
     if not eps.is_floating_point() or eps.itemsize < 2:
@@ -248,7 +248,7 @@ def eps_problem(eps: Tensor, least: float) -> str | None:
 
 
 def active_copy(module: Any) -> nn.Module | None:
-    """The module, or the copy of it that PEFT's wrapper calls: that of `modules_to_save`, or of LN tuning."""
+    """The module, or its copy for `modules_to_save` or LN tuning that PEFT's wrapper calls."""
     held: Any = {} if module is None else module._modules
     original: nn.Module | None = held.get("original_module", held.get("base_layer"))
     if original is None:

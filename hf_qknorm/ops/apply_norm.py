@@ -13,8 +13,8 @@ from hf_qknorm.ops.types import Norm
 def apply_norm(x: Tensor, norm: Norm) -> Tensor:
     """Normalise heads `[..., H, D]` to the numbers of `reference.head_norm`.
 
-    Without gradients, `torch.rms_norm` computes it. Its gradient of a row of zeros is 1/√eps times the output's, and
-    that of `head_norm` is zero.
+    Without gradients, `torch.rms_norm` computes it. Its gradient of a row of zeros is 1/√eps times the output's;
+    `head_norm` has a gradient of zero there.
     """
     name, gain, bias, blend, eps, p, sharpness = norm
     kind = NORMS.get(name)

@@ -78,7 +78,7 @@ def _compiled() -> Callable[..., Any]:
 
 
 @cache
-def _compiled_for_checks() -> Callable[..., Any]:  # torch keeps graphs by a lambda's code: it can't be that of above
+def _compiled_for_checks() -> Callable[..., Any]:  # torch keeps graphs by code: this needs its own
     from torch.nn.attention.flex_attention import flex_attention
 
     return torch.compile(lambda *arguments, **options: flex_attention(*arguments, **options), fullgraph=True)

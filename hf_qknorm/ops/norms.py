@@ -17,7 +17,7 @@ class NormKind(NamedTuple):
     title: str  # completes "queries are normalised by …"
     centred: bool = False  # the mean of x is subtracted first
     summed: bool = False  # divides by the sum of |y|ᵖ, not by their mean: the result has length 1, not D^(1/p)
-    any_order: bool = False  # p is that of the scheme, else 2
+    any_order: bool = False  # p is the scheme's, else 2
     biased: bool = False  # has a bias where a scheme does not say
 
     def order(self, p: float) -> float:

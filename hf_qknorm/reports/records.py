@@ -15,7 +15,7 @@ from hf_qknorm.reports.tables import Table, mean
 
 FORMAT = 1  # of reports and logs
 COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
-HEADS, LAYERS = 10_000, 10_000  # limits, far beyond those of any model
+HEADS, LAYERS = 10_000, 10_000  # limits, far beyond any model
 NAME = re.compile(r"[\w.]{1,200}", re.ASCII)  # a layer's path, or a method
 
 Numbers = tuple[float, ...]
@@ -70,7 +70,7 @@ class LayerStatistics(Record):
 
     `rms_k`, `rms_v` and `beyond_k` have one number per key head; `even`, `rms_out`, `rms_mlp` and those from `cap` on,
     except gradients, one in all. What could not be measured, or is not recorded there, has its default: keys in a layer
-    that attends to those of another; `beyond_q` and `beyond_k` without a knee.
+    that attends to another's; `beyond_q` and `beyond_k` without a knee.
 
     Of logs: `cap`, and `grad_q` and `grad_k`, the norms of the gradients of the weights, one per head or one for the
     projection. Of logs and inspections: `gain_q` and `gain_k`, the largest |gain| of the norms of queries and keys, the
@@ -103,7 +103,7 @@ class LayerStatistics(Record):
         return math.sqrt(mean([x * x for numbers in parts for x in numbers or ()]))
 
     def collapsed(self, cap: float, share: float = COLLAPSED) -> tuple[int, ...]:
-        """The heads with |logit| over half the cap and an entropy under this share of that of even attention."""
+        """The heads with |logit| over half the cap and an entropy under this share of even attention's."""
         # low entropy with small logits is normal: heads that attend to the previous token have it from the start
         heads = zip(self.entropy, self.max_logit, strict=True)
         return tuple(i for i, (nats, logit) in enumerate(heads) if nats < share * self.even and logit > cap / 2)
@@ -155,7 +155,7 @@ def to_json(value: Any) -> Any:
 def read_fields(
     data: Any, data_class: Any, where: str, *, versioned: bool = False, **readers: Callable[[Any, str], Any]
 ) -> dict[str, Any]:
-    """The fields of `data_class` in `data`, each by its reader in `readers`, or else by that of its type in `READERS`.
+    """The fields of `data_class` in `data`, each by its reader in `readers`, or else by its type's in `READERS`.
 
     Fields with a default may be missing, and those of type `… | None` null, or NaN for each head. With `versioned`,
     `data` also has a "format". Raises ValueError for other keys, another version's format, and values that the readers

@@ -125,10 +125,10 @@ class BlendSchedule(_BlendSchedule):
     Calibrate the model before, by "moments": with fitting gains the model changes less on the way. `shape` is "linear"
     or "cosine". In a bare loop, call `set_blend(model, schedule.at(step, steps))` before each step.
 
-    The blend starts at 0, or at that of a model that is in a blend. `steps` gives the length in steps, in place of
-    `share`. Checkpoints hold the length: a run that is resumed with another `max_steps` keeps it. Resumed with other
-    arguments than before, the schedule begins again at the present blend, over `steps` or a `share` of the steps left.
-    The blend never falls. The log says what a resumed schedule does.
+    The blend starts at 0, or at the present one of a model that is in a blend. `steps` gives the length in steps, in
+    place of `share`. Checkpoints hold the length: a run that is resumed with another `max_steps` keeps it. Resumed with
+    other arguments than before, the schedule begins again at the present blend, over `steps` or a `share` of the steps
+    left. The blend never falls. The log says what a resumed schedule does.
 
         >>> schedule = qk.BlendSchedule(share=0.5)
         >>> [schedule.at(step, steps=100) for step in (0, 25, 50, 99)]

@@ -1,8 +1,8 @@
 """Move a model's knee while it trains, in small steps: down to the plain scheme, or up to a model without norms.
 
 Upwards, with t = knee/(1 + knee), the norm divides x by √((1 − t)·mean x² + t·P), up to ε: at t = 1 by a constant. This
-is a norm's removal during training as in TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which mixes the norm's
-output with that of a constant factor, where the knee mixes what both divide by.
+is a norm's removal during training as in TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which mixes the
+outputs of the norm and of a constant factor, where the knee mixes their divisors.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ class LogitMonitor(TrainerCallback):
 
     A sample goes to `last`, to the Trainer's loggers (`attach`), and to `path`, a JSONL file that `hf-qknorm monitor`
     draws and a resumed run continues. A warning per layer names the heads with a |logit| over `limit` (default: twice
-    the cap), and those with |logit| over half the cap and an entropy under `collapsed` times that of uniform attention,
-    once until they recover. Without a cap, 50 stands for it.
+    the cap), and heads with |logit| over half the cap and an entropy under `collapsed` times uniform attention's, once
+    until they recover. Without a cap, 50 stands for it.
 
         >>> monitor = qk.LogitMonitor(every=10, path="logits.jsonl")
         >>> ids = torch.arange(8)[None]

@@ -54,8 +54,8 @@ class MuonClip(Optimizer):
 
     A model that is not patched gets the scheme "none", which changes no number and lets QK-Clip see the logits. With
     `threshold=None` there is no QK-Clip, as for models whose queries and keys have norms: the size of their logits does
-    not depend on that of the weights. `momentum` is Muon's. `clip` is the `QKClip`, and
-    `clip.remove()` ends its watch; `clipped` holds the factors of the last step, by layer.
+    not depend on the weights' size. `momentum` is Muon's. `clip` is the `QKClip`, and `clip.remove()` ends its watch;
+    `clipped` holds the factors of the last step, by layer.
 
     Works with gradient accumulation, mixed precision and DDP. For FSDP2 the Trainer makes the optimiser itself: patch
     the model, and pass `optimizer_cls_and_kwargs=(lambda: qk.MuonClip, {"arguments": arguments})`.

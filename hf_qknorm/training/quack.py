@@ -4,7 +4,7 @@ A step ΔW_Q changes a logit by (ΔW_Q·x)·k, at most ‖ΔW_Q‖·‖x‖·‖
 steps of W_Q are therefore scaled by τ·(|x|·|k|)₀/(|x|·|k|): |·| is the root mean square over isotropic inputs, and ₀
 its value before the first step. W_K's are scaled in the same way by |x|·|q|. Behind a norm with gain g and bias
 β, that is for x = g·x̂ + β and k = W_K·x + b, |k|² = ‖W_K·diag(g)‖² + ‖W_K·β + b‖², and |x|² is the mean of g² + β². A
-step of the projection's bias changes a logit by Δb·k, whatever x is: its factor is that of the weight without |x|.
+step of the projection's bias changes a logit by Δb·k, whatever x is: its factor is the weight's without |x|.
 
 Source: Anson & Aitchison 2025 (arXiv 2511.21377), lemma 1 and algorithm 1. The paper has inputs of length 1 and no
 biases: there |k| is ‖W_K‖, and |x| is constant. Not in the paper: gains and biases; and several query heads that share
@@ -129,7 +129,7 @@ class QuacK(Optimizer):
 
     @classmethod
     def _create(cls, trainer: Trainer, create: Callable[..., Optimizer], tau: float, *arguments: Any) -> Optimizer:
-        """The Trainer's optimiser: that of a run before, or the one that `create` makes, wrapped."""
+        """The Trainer's optimiser: an earlier run's, or the one that `create` makes, wrapped."""
         if trainer.optimizer is None:
             trainer.optimizer = cls(create(*arguments), trainer.model, tau)
         return trainer.optimizer
@@ -237,7 +237,7 @@ def _rates(outputs: ByPart) -> ByPart:
 def _latent_rates(outputs: ByPart) -> ByPart:
     """The rates where norms follow the weights down to the latents, `dq` and `dkv`.
 
-    A step of these changes the normed latent by its size over that of the latent before the norm.
+    A step of these changes the normed latent by the step's size over the size of the latent before the norm.
     """
     uq, qr, uk, kr, dkv = (outputs[name] for name in ("uq", "qr", "uk", "kr", "dkv"))
     plain, rotated = (uq * uk).amax(0, keepdim=True), qr.amax(0, keepdim=True)

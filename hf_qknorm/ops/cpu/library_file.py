@@ -67,7 +67,7 @@ def _record(library: Path) -> Path:
 
 
 def _read_record(library: Path) -> str:
-    """The stored record; an empty one is that of no library."""
+    """The stored record; empty where there is no library."""
     try:
         with open_file(_record(library)) as file:
             return file.read(_SHORT).decode(errors="replace")

@@ -49,8 +49,8 @@ class Tiles(NamedTuple):
 class Architecture(NamedTuple):
     """A class of GPUs; `tiles` by the size of a number in bytes, and head_dim rounded up to a power of two.
 
-    `split` holds those of kernels that take heads in two parts, where these have fewer columns. `dropout` holds those
-    that differ with dropout, whose random numbers take registers.
+    `split` holds the tiles for heads in two parts, where these have fewer columns. `dropout` holds the tiles that
+    differ with dropout, whose random numbers take registers.
     """
 
     shared: int  # bytes of shared memory that a program may take
@@ -100,7 +100,7 @@ BLACKWELL = Architecture(
         (2, 256): {"key_gradient": Tile(32, 64, 4, 2, apart=True)},
     },
 )
-# H100 and H200: the fastest tiles of those that were measured, see the page on tiles. Two or more programs of 4 warps
+# H100 and H200: the fastest of the measured tiles, see the page on tiles. Two or more programs of 4 warps
 # share a processor: one computes weights while another's products run.
 HOPPER = BLACKWELL._replace(
     tiles=BLACKWELL.tiles

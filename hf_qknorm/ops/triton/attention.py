@@ -260,8 +260,8 @@ def _gradient(
     raw: RawGradient,
     **stored: Tensor,
 ) -> None:
-    """Launch a kernel that stores gradients, in blocks of `rows`; that of dk and dv for each variant, and each of them
-    if `apart`.
+    """Launch a kernel that stores gradients, in blocks of `rows`. The kernel of dk and dv is launched for each variant,
+    and for dk and dv separately if `apart`.
     """
     dtype = call.prepared.q.dtype
     bounded, sinks = call.prepared.bound is not None, call.visible.sinks is not None

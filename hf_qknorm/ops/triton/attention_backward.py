@@ -84,7 +84,7 @@ def weights(x, lse, inverse_total, seen, score, MASKED: tl.constexpr, C: tl.cons
 
 @triton.jit
 def score_gradient(sloped, dp, delta, keep, score, C: tl.constexpr):
-    """The gradient of a tile of scores, for that of the weights that dropout keeps."""
+    """The gradient of a tile of scores, from the gradient of the weights that dropout keeps."""
     return sloped * (tl.where(keep, dp * score.rescale - delta, -delta) if C.DROPOUT else dp - delta)
 
 

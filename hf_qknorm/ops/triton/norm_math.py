@@ -15,7 +15,7 @@ import triton.language as tl
 def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
     """Shift, factor and share `[M]` of the rows x `[M, P]`; `real` `[P]` is False for padding. `norm`: `NormArguments`.
 
-    The share is that of a row's own size in what divides it. A row of zeros (for a centred norm: of equal entries) has
+    The share is the part of a row's own size in its divisor. A row of zeros (for a centred norm: of equal entries) has
     factor and share 0: it stays zero and gets no gradient.
     """
     eps = norm.eps

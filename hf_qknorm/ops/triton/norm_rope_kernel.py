@@ -185,7 +185,7 @@ def _raw_gradient(
     BLOCK: tl.constexpr, STEPS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of the raw heads `source` for that of the results, tile by tile; store sums at `slot`."""
+    """Compute the raw heads' gradient from the results' gradient, tile by tile; store sums at `slot`."""
     columns = tl.arange(0, PADDED)
     real = columns < HEAD_DIM
     gains = tl.zeros([BLOCK, PADDED], tl.float32)

@@ -51,7 +51,7 @@ def problems(path: CodePath, device: torch.device) -> list[Problem]:
     if path.operator in ("cpu", "cpu_statistics"):  # one path for all lengths
         found += [draw(path._replace(queries=queries), device) for queries in (FEW_QUERIES, 1)]
     if path.operator in ("attention", "statistics") and first.heads.raw:
-        factor = 10.0 if path.cap == "none" else 0.02  # beyond the bound of no maximum; within that of a polynomial
+        factor = 10.0 if path.cap == "none" else 0.02  # beyond the bound for no maximum; within the polynomial's
         found.append(first._replace(options=first.options._replace(scale=factor * first.options.scale)))
     if path.operator == "attention" and path.gradient and path.group > 1:
         batch = -(-2 * _processors(device) // first.heads.k.shape[1])

@@ -80,7 +80,7 @@ def machine(device: torch.device, operator: OperatorName = "attention") -> str:
 
 @cache
 def _driver() -> str:
-    """The driver's version, or, where its file is absent, that of the CUDA that it supports."""
+    """The driver's version, or the version of CUDA that it supports where its file is absent."""
     try:
         return _DRIVER.read_text(encoding="utf-8").splitlines()[0]
     except OSError:
