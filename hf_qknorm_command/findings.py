@@ -16,7 +16,7 @@ PROJECT = "hf-qknorm"
 # The oldest and the newest version that the tests have run with.
 TESTED: Final[dict[str, tuple[str, str]]] = {
     "python": ("3.11", "3.11"),
-    "torch": ("2.11", "2.13"),
+    "torch": ("2.11", "2.15"),
     "transformers": ("5.17", "5.24"),
     "accelerate": ("1.15", "1.15"),
     "peft": ("0.21", "0.21"),

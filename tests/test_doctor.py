@@ -80,8 +80,8 @@ CASES = [
     ("transformers", "5.17.3", ">=5.17,<6", "ok", "5.17.3"),
     ("transformers", "5.24.9.dev0", ">=5.17,<6", "ok", "5.24.9.dev0"),
     ("transformers", "5.25.0", ">=5.17,<6", "note", "5.25.0, which is untested: the tests have run with 5.17 to 5.24"),
-    ("torch", "2.13.1+cu130", ">=2.11", "ok", "2.13.1+cu130"),
-    ("torch", "2.14.0", ">=2.11", "note", "2.14.0, which is untested: the tests have run with 2.11 to 2.13"),
+    ("torch", "2.15.1+cu132", ">=2.11", "ok", "2.15.1+cu132"),
+    ("torch", "2.16.0", ">=2.11", "note", "2.16.0, which is untested: the tests have run with 2.11 to 2.15"),
     ("tqdm", "9.9", ">=4.66", "ok", "9.9"),
 ]
 

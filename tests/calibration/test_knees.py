@@ -67,13 +67,13 @@ def test_a_fixed_knee_is_relative_to_the_mean_power_of_the_whole_text(scheme):
         )
 
 
-@pytest.mark.parametrize("count", [16, 17, 20, 40])
-def test_the_default_takes_about_two_forward_passes(count):
+@pytest.mark.parametrize("count", [16, 17, 20])
+def test_the_default_takes_about_two_forward_passes_over_a_long_text(count):
     model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm")
     sequences = []
     model.register_forward_pre_hook(lambda _, args, given: sequences.append(len(given["input_ids"])), with_kwargs=True)
-    calibrate(model, batches(count))
-    assert sum(sequences) <= 2.2 * 2 * count
+    calibrate(model, [tokens(8, 128, seed) for seed in range(count)])
+    assert sum(sequences) <= 2.2 * 8 * count
 
 
 class Recorded:

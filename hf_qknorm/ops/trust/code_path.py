@@ -90,8 +90,8 @@ class CodePath(NamedTuple):
 def fields(heads: Heads, visible: Visible, options: Options, operator: OperatorName) -> tuple[Any, ...]:
     """The fields of a call's `CodePath`, plain values that a trace takes as constants; a trace keeps no lengths.
 
-    It runs before every call of the kernels, and takes a few microseconds. `index` and `not` make numbers of a trace's
-    symbols, which `int` and `bool` do not.
+    It runs before every call of the kernels, and takes a few microseconds. `index` and `if` make numbers of a trace's
+    symbols, which `int`, `bool` and `not` do not in all versions of torch.
     """
     q, k, v, q_norm, k_norm, rotary = heads
     _, count, length, head_dim = q.shape
@@ -114,7 +114,8 @@ def fields(heads: Heads, visible: Visible, options: Options, operator: OperatorN
     ranges, sinks, _, _ = visible
     _, softcap, causal, window, dropout = options
     cap = "none" if softcap is None else "small" if softcap <= CAP_WITHOUT_MAXIMUM else "large"
-    switches = causal, window is not None, ranges is not None, sinks is not None, not dropout <= 0
+    drops = False if dropout <= 0 else True  # noqa: SIM211
+    switches = causal, window is not None, ranges is not None, sinks is not None, drops
     return *path, queries, many_keys, *ends, cap, *switches
 
 
