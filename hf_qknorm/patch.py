@@ -139,8 +139,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     The model then computes what its weights give without norms and cap. In a multimodal model every patched tower is
     restored.
 
-    Raises ValueError if the model is not patched. Raises it for `pre_norm=False` too: the norm before attention is
-    part of the projections, and can't be separated from them after training.
+    Raises ValueError if the model is not patched, or sharded by FSDP2. Raises it for `pre_norm=False` too: the norm
+    before attention is part of the projections, and can't be separated from them after training.
 
     >>> model = qk.patch_model(model, scheme="qk_norm_cap")
     >>> type(qk.unpatch_model(model)).__name__
@@ -157,6 +157,10 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     if not isinstance(model, QKNormModel):
         inner = ": unpatch the model inside, once adapters are merged" if patched_layers(model) else ""
         raise ValueError(f"{type(model).__name__} is not patched{inner or ': there is no scheme to remove'}")
+    if "FSDP" in type(model).__name__:  # FSDP2's class would be lost
+        raise ValueError(
+            f"this model is sharded by FSDP2 ({type(model).__name__}): unpatch a model before it is sharded"
+        )
     if not model.config.scheme.pre_norm:
         raise ValueError(
             "the scheme folded the norm before attention into the projections (pre_norm=False), which can't be undone: "

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
@@ -238,8 +238,10 @@ def test_wrapped_and_sharded_models_are_refused_unchanged(process_group):
         assert_equal_weights(model, before)
     sharded = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
     logits(sharded)  # leaves full parameters in place of the shards
-    with pytest.raises(ValueError, match="sharded by FSDP2"):
-        remove_norms(sharded)
+    for change in (remove_norms, unpatch_model):
+        with pytest.raises(ValueError, match="sharded by FSDP2"):
+            change(sharded)
+        assert isinstance(sharded, FSDPModule)
 
 
 def test_gains_in_float16_do_not_overflow():
