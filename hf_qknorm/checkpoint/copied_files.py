@@ -1,10 +1,12 @@
-"""The files of a checkpoint that are copied unchanged: tokenizer, templates, generation config, licence, card."""
+"""The files of a checkpoint that are copied: tokenizer, templates, generation config, licence, card."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -20,7 +22,8 @@ WEIGHT_SUFFIXES = (
 )  # fmt: skip
 _NOT_COPIED = (CONFIG, "trainer_state.json", REPORT, KEPT_CARD, CODE_FILE, *PLOTS)
 _WEIGHT_INDEX = re.compile(r".+\.index(\.[\w-]+)?\.json")  # of weights in any format, or of a variant such as fp16
-_MAPPINGS = ("generation_config.json", "tokenizer_config.json")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
+_MAPPINGS = ("generation_config.json", _TOKENIZER_CONFIG)
 _JSON_BYTES = 512 * 2**20  # the largest tokenizers have 30 MB
 
 
@@ -58,6 +61,30 @@ def file_names(folder: Path) -> list[Path]:
 def _is_copied(file: Path) -> bool:
     is_weights = file.suffix in WEIGHT_SUFFIXES or _WEIGHT_INDEX.fullmatch(file.name)
     return file.parent.name in FOLDERS or not (is_weights or file.name.startswith(".") or file.name in _NOT_COPIED)
+
+
+def copy_files(folder: Path, files: Iterable[Path], target: Path) -> None:
+    """Copy files of a checkpoint into the folder `target`; a tokenizer keeps its class. Raises as `copy_file` does."""
+    names = {str(file) for file in files}
+    for name in sorted(names):
+        copy_file(folder, Path(name), target)
+    if not names.isdisjoint(TOKENIZER_FILES):
+        _keep_tokenizer_class(folder, target / _TOKENIZER_CONFIG)
+
+
+def _keep_tokenizer_class(folder: Path, config: Path) -> None:
+    """Name the class of a folder's tokenizer in the config of its copy, unless that has it.
+
+    transformers selects a class by the model type if the config names none, and for some types if it names one. The
+    copy belongs to another model type, and another class would split text differently.
+    """
+    settings = read_json(config, _JSON_BYTES) if config.is_file() else {}
+    found = type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
+    known = {"TokenizersBackend": "PreTrainedTokenizerFast"}.get(found, found)  # its name before transformers 5
+    stated = str(settings.get("tokenizer_class"))
+    if "auto_map" not in settings and stated.removesuffix("Fast") not in (found, known.removesuffix("Fast")):
+        text = json.dumps(settings | {"tokenizer_class": known}, indent=2, ensure_ascii=False) + "\n"
+        config.write_text(text, encoding="utf-8")
 
 
 def copy_file(folder: Path, name: Path, target: Path) -> None:

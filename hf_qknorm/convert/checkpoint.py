@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_qknorm.calibration.calibrate import MAX_TOKENS, Knee, calibrate, exported_eps
 from hf_qknorm.calibration.checks import check_inputs, predicts_masked
 from hf_qknorm.checkpoint.config import check_readable
-from hf_qknorm.checkpoint.copied_files import copy_file
+from hf_qknorm.checkpoint.copied_files import copy_files
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
 from hf_qknorm.checkpoint.memory import SEQUENCES, memory_left, place_weights
 from hf_qknorm.checkpoint.pretrained import load_tokenizer
@@ -149,8 +149,7 @@ def convert_checkpoint(
         new, tensors = new_tensors(source, options)
         tensors |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(destination, check) as folder:
-            for file in source.files:
-                copy_file(source.folder, file, folder)
+            copy_files(source.folder, source.files, folder)
             config = converted_config(source, options.scheme)
             config.qk_norm_powers = powers
             if options.standalone:

@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.config import check_readable
-from hf_qknorm.checkpoint.copied_files import copy_file
+from hf_qknorm.checkpoint.copied_files import copy_files
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.safetensors_files import Tensors
 from hf_qknorm.checkpoint.source import Source, open_source
@@ -104,9 +104,8 @@ def export_native(
             raise ValueError(f"{subject} is not exported: {error}") from error
         with new_folder(destination, check) as out:
             (out / CONFIG).write_text(_json(config), encoding="utf-8")
-            for file in source.files:
-                if file.name != CARD and file.suffix != ".py":  # the card and the stand-alone code are of the old model
-                    copy_file(folder, file, out)
+            # the card and the stand-alone code are of the old model
+            copy_files(folder, (file for file in source.files if file.name != CARD and file.suffix != ".py"), out)
             check_readable(out, folder)
             source.weights.rewrite(out, tensors)
             source.check_unchanged()

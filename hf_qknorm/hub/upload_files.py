@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from hf_qknorm.checkpoint.copied_files import copy_file
+from hf_qknorm.checkpoint.copied_files import copy_files
 from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.names import CARD, CONFIGS, FOLDERS, INDEX, KEPT_CARD, LICENCE, REPORT, TEMPLATES, TOKENIZER_FILES
@@ -68,9 +68,8 @@ def upload_files(source: Source, repo_id: str, token: str | None) -> Iterator[di
     """
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         staged = Path(temporary)
-        for file in side_files(source.folder):
-            if str(file) not in source.unread:
-                copy_file(source.folder, file, staged)
+        beside = (file for file in side_files(source.folder) if str(file) not in source.unread)
+        copy_files(source.folder, beside, staged)
         for config in CONFIGS:
             remove_local_origins(staged / config)
         add_standalone(staged)
