@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 from typing import Any
 
@@ -68,12 +69,11 @@ def fill_output_bias(plan: TensorPlan, config: Any) -> None:
         plan.fill_missing(f"{prefix}o_proj.bias", f"{prefix}q_proj.bias", (config.hidden_size,), 0.0)
 
 
-def _scale(plan: TensorPlan, config: Any, modules: tuple[str, ...], factor: float, reason: str) -> None:
-    """Scale the weights and biases of these modules in every attention layer."""
-    for layer in range(config.num_hidden_layers):
-        for name in (f"{attention(layer)}{module}.{kind}" for module in modules for kind in KINDS):
-            if name in plan:
-                plan.scale(name, factor, reason)
+def _scale(plan: TensorPlan, module: str, factor: float, reason: str) -> None:
+    """Scale weight and bias of a module in every attention layer, also of a model without a head."""
+    tensor = re.compile(rf"(.+\.)?layers\.\d+\.self_attn\.{module}\.({'|'.join(KINDS)})")
+    for name in filter(tensor.fullmatch, list(plan.planned)):
+        plan.scale(name, factor, reason)
 
 
 def _scale_factor(config: Any) -> float:
@@ -87,9 +87,7 @@ def scale_queries(plan: TensorPlan, config: Any) -> None:
     """Fold a scale of the logits into the projection of the queries, or the gain of the model's own norm behind it."""
     if config.scheme.scale is not None:
         part = "q_norm" if config.base_model_type in NORMED else "q_proj"
-        _scale(
-            plan, config, (part,), _scale_factor(config), f"scale={config.scheme.scale:g} would be folded into {part}"
-        )
+        _scale(plan, part, _scale_factor(config), f"scale={config.scheme.scale:g} would be folded into {part}")
 
 
 def own_eps(config: Any) -> float:
@@ -147,7 +145,7 @@ def share_gains(plan: TensorPlan, config: Any) -> None:
             if plan.planned[name].shape != (width,):
                 plan.change(name, partial(torch.Tensor.expand, size=(width,)), (width,))
     reason = f"with scale={scheme.scale} and norms {scheme.q}, {scheme.k} the queries' gains would be scaled"
-    _scale(plan, config, ("q_norm",), factor, reason)
+    _scale(plan, "q_norm", factor, reason)
 
 
 def centre_gains(plan: TensorPlan, config: Any) -> None:

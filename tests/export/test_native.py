@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, export_native, patch_model, unpatch_model
 from hf_qknorm.export.targets import TARGETS
@@ -198,6 +198,17 @@ def test_a_classifier_without_a_scheme_is_exported(tmp_path):
     native = AutoModelForSequenceClassification.from_pretrained(tmp_path / "theirs")
     tokens = make_batch("plain")["input_ids"][:1]
     torch.testing.assert_close(native(tokens).logits, model(tokens).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "qwen3"])
+def test_the_scale_of_a_model_without_a_head_is_exported(tmp_path, model_type):
+    """Its tensors are stored without the prefix of the base model."""
+    model = as_loaded(patch_model(AutoModel.from_config(sharp_model(model_type).config), Scheme(scale=0.9)))
+    model.eval().save_pretrained(tmp_path / "ours")
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    native = AutoModel.from_pretrained(tmp_path / "theirs")
+    tokens = make_batch("plain")["input_ids"]
+    assert_near(native(tokens)[0], model(tokens)[0], TOLERANCE)
 
 
 def test_an_existing_destination_is_kept(tmp_path):
