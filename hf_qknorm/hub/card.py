@@ -169,6 +169,7 @@ def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str
         "reads_text": reads_text(config),
         "standalone": (folder / CODE_FILE).is_file() and bool(getattr(config, "auto_map", None)),
         "native": _native(config),
+        "sixteen_bits": str(config.dtype).endswith("16"),
         "scheme": scheme,
         "scheme_fields": Markdown(", ".join(set_fields)),
         "description": papers.short_description(scheme),
@@ -212,6 +213,7 @@ def _native(config: Any) -> str | None:
     if config.qk_norm_blend is not None:
         return None
     try:
-        return find_target(config).model_type
+        found = find_target(config).model_type
     except ValueError:
         return None
+    return found if found == config.base_model_type or auto_class(config) == "AutoModelForCausalLM" else None

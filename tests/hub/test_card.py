@@ -108,6 +108,15 @@ def test_the_export_is_mentioned_if_there_is_one(tmp_path, scheme, native):
     assert ("hf-qknorm export" in text) is (native is not None)
 
 
+def test_the_export_is_offered_with_the_limits_that_it_has(tmp_path):
+    model = patch_model(tiny_model("llama"), "soft_cap")
+    model.bfloat16().save_pretrained(tmp_path / "short")
+    text = render_card(tmp_path / "short")
+    assert "a plain vaultgemma that computes the same and needs no other package. Where that would round" in text
+    model.base_model.save_pretrained(tmp_path / "headless")
+    assert "hf-qknorm export" not in render_card(tmp_path / "headless")
+
+
 def test_folders_without_a_patched_checkpoint_are_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         write_card(tmp_path)
