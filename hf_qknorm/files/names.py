@@ -9,14 +9,17 @@ from hf_qknorm.files.atomic_io import is_leftover
 from hf_qknorm.files.untrusted import read_json
 
 CONFIG = "config.json"
-CONFIGS = (CONFIG, "generation_config.json", "tokenizer_config.json")
+CONFIGS = (
+    CONFIG, "generation_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+)  # fmt: skip
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
-    "special_tokens_map.json", "added_tokens.json", "spiece.model", "tekken.json",
+    "special_tokens_map.json", "added_tokens.json", "spiece.model", "tekken.json", "sentencepiece.model",
+    "sentencepiece.bpe.model", "emoji.json", "normalizer.json", "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 FOLDERS = ("additional_chat_templates",)
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-]\w+)?(\.(txt|md))?", re.IGNORECASE)
@@ -27,7 +30,7 @@ PLOTS = LOSS_PLOT, LOGITS_PLOT = "qk_norm_loss.png", "qk_norm_logits.png"
 CODE_FILE = "modeling_qknorm.py"
 _NAMES = {
     SINGLE, INDEX, REPORT, CARD, KEPT_CARD, CODE_FILE,
-    *CONFIGS, *TOKENIZER_FILES, *PROCESSOR_FILES, *TEMPLATES, *PLOTS,
+    *CONFIGS, *TOKENIZER_FILES, *TEMPLATES, *PLOTS,
 }  # fmt: skip
 
 

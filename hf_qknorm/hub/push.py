@@ -18,7 +18,7 @@ from hf_qknorm.checkpoint.copied_files import copy_file
 from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
-from hf_qknorm.files.names import CARD, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
+from hf_qknorm.files.names import CARD, CONFIGS, FOLDERS, INDEX, REPORT, TEMPLATES, TOKENIZER_FILES, WEIGHTS
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.hub.card import has_tokenizer, reads_text
 from hf_qknorm.hub.repository import check_repository, readable_hub_errors, retry_transient, summarize_error
@@ -42,12 +42,12 @@ def push_to_hub(
     """Push a patched checkpoint to the Hub in one commit and return the commit's URL.
 
     `checkpoint` is a folder, which is not changed, or a patched model in memory. The commit has weights, configs,
-    stand-alone code, tokenizer, chat templates, licence, model card, calibration report and plots; other files of the
-    folder are not uploaded. Tokenizer, templates, licence and card of a model in memory come from its `name_or_path`, a
-    folder or a name on the Hub; set that to "" to omit them. A card by hf_qknorm in the folder is uploaded with its
-    edits; of any other card, the new one keeps licence, languages, datasets and base model. A report is marked as stale
-    if the weights have changed since it was measured, and a card with its numbers is replaced. That is logged as a
-    warning, as is a missing tokenizer.
+    stand-alone code, tokenizer, image processor, chat templates, licence, model card, calibration report and plots;
+    other files of the folder are not uploaded. A model in memory takes tokenizer, processor, templates, licence and
+    card from its `name_or_path`, a folder or a name on the Hub; set that to "" to omit them. A card by hf_qknorm in the
+    folder is uploaded with its edits; of any other card, the new one keeps licence, languages, datasets and base model.
+    A report is marked as stale if the weights have changed since it was measured, and a card with its numbers is
+    replaced. That is logged as a warning, as is a missing tokenizer.
 
     A missing repository is created: `private=None` leaves its visibility to the account's default. `revision` is an
     existing branch, by default the main one. The commit deletes weights, report and plots of earlier pushes.
@@ -141,7 +141,7 @@ def _origin(model: Any, token: str | None) -> Path | None:
             f"model.name_or_path is {shorten(str(name))}, expected a folder with the tokenizer: set it to "
             '"" to push without a tokenizer'
         )
-    wanted = [*TOKENIZER_FILES, *TEMPLATES, *(f"{folder}/*" for folder in FOLDERS), CARD, "LICEN*", "NOTICE*"]
+    wanted = [*CONFIGS, *TOKENIZER_FILES, *TEMPLATES, *(f"{folder}/*" for folder in FOLDERS), CARD, "LICEN*", "NOTICE*"]
     with readable_hub_errors(name):
         commit = getattr(model.config, "_commit_hash", None)
         return Path(snapshot_download(name, revision=commit, allow_patterns=wanted, token=token))

@@ -17,7 +17,7 @@ from qknorm_tests.folders import contents, save_with_tokenizer
 from qknorm_tests.push_cases import SHARDS, checkpoint, logits, patched
 from qknorm_tests.tiny import tiny_model
 
-CODE, WEIGHTS = "modeling_qknorm.py", "model.safetensors"
+CODE, WEIGHTS, PROCESSOR = "modeling_qknorm.py", "model.safetensors", "preprocessor_config.json"
 LITTER = "optimizer.pt trainer_state.json training_args.bin pytorch_model.bin .env notes.txt events.out secret.json"
 
 
@@ -41,6 +41,7 @@ OLD = (REPORT, "qk_norm_loss.png", "plot.png", "model.gguf", "notes.md")  # of a
 def test_one_commit_has_every_file_that_is_needed(hub, tmp_path, sharded):
     folder = checkpoint(tmp_path / "out", **({"max_shard_size": "200KB"} if sharded else {}))
     litter(folder)
+    (folder / PROCESSOR).write_text('{"name_or_path": "/data/private/vit"}')
     before = contents(folder)
     weights = {name for name in before if name.endswith(".safetensors")}
     assert len(weights) == (3 if sharded else 1)
@@ -51,7 +52,8 @@ def test_one_commit_has_every_file_that_is_needed(hub, tmp_path, sharded):
     kept |= {"chat_template.jinja", "additional_chat_templates/tools.jinja"} | weights
     if sharded:
         kept.add("model.safetensors.index.json")
-    assert set(commit.changed) == kept | {CODE}
+    assert set(commit.changed) == kept | {CODE, PROCESSOR}
+    assert commit.files[PROCESSOR] == b"{}\n"
     assert contents(folder) == before
     for name in kept - {"README.md", "config.json"}:
         assert commit.files[name] == before[name]
@@ -143,14 +145,15 @@ def test_local_paths_of_the_models_origin_are_not_uploaded(hub, out):
 @pytest.mark.parametrize("origin", ["a folder", "the Hub", "nowhere"])
 def test_a_model_in_memory_brings_the_tokenizer_of_its_origin(hub, tmp_path, origin):
     base = save_with_tokenizer(tiny_model("llama", vocab_size=300), tmp_path / "base")
-    (base / "LICENSE").write_text("MIT")
+    for name in ("LICENSE", PROCESSOR):
+        (base / name).write_text("{}")
     hub.create("lab/base", **contents(base))
     model = AutoModelForCausalLM.from_pretrained("lab/base" if origin == "the Hub" else base)
     model.name_or_path = "" if origin == "nowhere" else model.name_or_path
     expected = logits(patch_model(model, "qk_norm"))
     push_to_hub(model, "me/tiny")
     (commit,) = hub.commits("me/tiny")
-    for name in ("tokenizer.json", "tokenizer_config.json", "LICENSE"):
+    for name in ("tokenizer.json", "tokenizer_config.json", "LICENSE", PROCESSOR):
         assert commit.files.get(name) == (None if origin == "nowhere" else (base / name).read_bytes())
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("me/tiny")), expected)
 
