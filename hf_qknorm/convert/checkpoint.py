@@ -201,15 +201,16 @@ def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> 
 
 def _write_card(folder: Path, source: Source) -> None:
     """Write the card of the converted model. A card of the source that can't be read is kept, with a warning."""
+    base_model = hub_name(source.name)
     try:
-        write_card(folder)
+        write_card(folder, base_model=base_model)
     except ValueError as error:
         if not (folder / CARD).is_file():
             raise
         (folder / CARD).rename(folder / KEPT_CARD)
         problem = str(error).replace(str(folder), str(source.folder))
         logger.warning("%s. The new card lacks the licence and other fields of %s", problem, KEPT_CARD)
-        write_card(folder)
+        write_card(folder, base_model=base_model)
 
 
 def _calibrate(

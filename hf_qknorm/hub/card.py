@@ -59,18 +59,22 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -
     patched, for an invalid report or card, and for a report of another scheme.
     """
     path = user_path(folder, "the checkpoint")
-    return _render(path, current_report(path), repo_id)
+    return _render(path, current_report(path), repo_id, None)
 
 
-def write_card(folder: str | os.PathLike[str], *, repo_id: str | None = None) -> tuple[Path, ...]:
+def write_card(
+    folder: str | os.PathLike[str], *, repo_id: str | None = None, base_model: str | None = None
+) -> tuple[Path, ...]:
     """Write the card to the checkpoint's README.md and its plots beside it, each file atomically; return the paths.
 
-    A card by hf_qknorm is replaced; any other README.md is kept as README.original.md. Raises what `render_card`
-    raises, and FileExistsError for a different README.original.md, before it writes anything.
+    A card by hf_qknorm is replaced; any other README.md is kept as README.original.md. `base_model` is the name on the
+    Hub of the converted model; by default the report's, or the README.md's own base model.
+
+    Raises what `render_card` raises, and FileExistsError for a different README.original.md, before it writes anything.
     """
     path = user_path(folder, "the checkpoint")
     report = current_report(path)
-    text = _render(path, report, repo_id)
+    text = _render(path, report, repo_id, base_model)
     kept = [KEPT_CARD] if _must_keep_card(path) else []
     if kept:
         replace_file(path / KEPT_CARD, lambda temporary: shutil.copyfile(path / CARD, temporary))
@@ -97,7 +101,7 @@ def with_repository(text: str, repo_id: str) -> str:
     return text.replace(f"{PLACEHOLDER_NOTE}\n\n", "").replace(PLACEHOLDER, repo_id)
 
 
-def _render(folder: Path, report: Calibration | None, repo_id: str | None) -> str:
+def _render(folder: Path, report: Calibration | None, repo_id: str | None, base_model: str | None) -> str:
     """`render_card` with the folder's report."""
     config = read_config(folder)
     if not isinstance(config, QKNormConfig):
@@ -107,7 +111,7 @@ def _render(folder: Path, report: Calibration | None, repo_id: str | None) -> st
             f"{folder / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the "
             "report, or calibrate again"
         )
-    return _template().render(**_context(folder, config, report, repo_id))
+    return _template().render(**_context(folder, config, report, repo_id, base_model))
 
 
 def _must_keep_card(folder: Path) -> bool:
@@ -146,12 +150,15 @@ def _escaped(value: object) -> str:
     return SPECIAL.sub(r"\\\1", text)
 
 
-def _context(folder: Path, config: Any, report: Calibration | None, repo_id: str | None) -> dict[str, Any]:
+def _context(
+    folder: Path, config: Any, report: Calibration | None, repo_id: str | None, base_model: str | None
+) -> dict[str, Any]:
     """The template's variables."""
     check_optional_repo_id(repo_id, "repo_id")
     scheme, latent = config.scheme, FAMILIES[config.base_model_type].latent
-    name = _name(config, report, repo_id)
-    front = card_data(folder / CARD, config, report, name)
+    base_model = report.base_model if base_model is None and report is not None else base_model
+    name = _name(config, base_model, repo_id)
+    front = card_data(folder / CARD, config, report, name, base_model)
     bases = [front.base_model] if isinstance(front.base_model, str) else front.base_model or []
     current = None if report is None or report.stale else report
     layers = [] if current is None else sorted(current.layers.items(), key=lambda item: -max(item[1].after.max_logit))
@@ -198,13 +205,13 @@ def reads_text(config: Any) -> bool:
     return getattr(config.get_text_config(), "vocab_size", None) is not None
 
 
-def _name(config: Any, report: Calibration | None, repo_id: str | None) -> str:
+def _name(config: Any, base_model: str | None, repo_id: str | None) -> str:
     """The model's name on the Hub, or one after its base."""
     if repo_id is not None:
         return repo_id.rpartition("/")[2]
     base = type(config).__name__.removeprefix("QKNorm").removesuffix("Config")
-    if report is not None and report.base_model is not None:
-        base = report.base_model.rpartition("/")[2]
+    if base_model is not None:
+        base = base_model.rpartition("/")[2]
     return f"{base} with {papers.short_description(config.scheme)}"
 
 

@@ -117,14 +117,15 @@ def stated_results(path: Path) -> dict[str, str]:
         return {}
 
 
-def card_data(path: Path, config: Any, report: Calibration | None, name: str) -> ModelCardData:
+def card_data(path: Path, config: Any, report: Calibration | None, name: str, base_model: str | None) -> ModelCardData:
     """Return the front matter of a new card for the model `name`, with the fields inherited from the card at `path`.
 
-    Raises ValueError as `inherited_fields` does.
+    `base_model` replaces the one of that card, which may be the base model's own. Raises ValueError as
+    `inherited_fields` does.
     """
     known = inherited_fields(path)
-    if report and report.base_model:
-        known["base_model"] = [report.base_model]
+    if base_model:
+        known["base_model"] = [base_model]
     if report and report.dataset:
         known["datasets"] = list(dict.fromkeys([*known.get("datasets", []), report.dataset]))
     for base in known.get("base_model", []):

@@ -15,6 +15,7 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, convert_checkpoint, 
 from hf_qknorm.checkpoint import source
 from hf_qknorm.checkpoint.safetensors_files import INDEX
 from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.hub.card import write_card
 from hf_qknorm.reports.report import Calibration
 from qknorm_tests.folders import contents, loaded, logits, save, save_with_tokenizer
 from qknorm_tests.kneed import eps_of
@@ -148,6 +149,18 @@ def test_hub_names(llama, tmp_path, monkeypatch):
     assert "*.safetensors" not in asked["owner/name"]["ignore_patterns"]
     plan_conversion("owner/name", tmp_path / "new", allow_pickle=True)
     assert "*.bin" not in asked["owner/name"]["ignore_patterns"]
+
+
+def test_a_card_names_the_model_that_was_converted(llama, tmp_path, monkeypatch):
+    """Without a report too: the source's own card names the source's base model."""
+    (llama / "README.md").write_text("---\nbase_model: owner/ancestor\n---\n# Theirs\n")
+    monkeypatch.setattr(source, "snapshot_download", lambda name, **options: str(llama))
+    convert_checkpoint("owner/name", tmp_path / "out", "soft_cap")
+    write_card(tmp_path / "out", repo_id="me/converted")  # as before a push
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model: owner/name\n" in card
+    assert "[owner/name](https://huggingface.co/owner/name) with a logit cap" in card
+    assert "ancestor" not in card
 
 
 def test_pickles_need_permission(tmp_path):
