@@ -46,8 +46,8 @@ def push_to_hub(
     other files of the folder are not uploaded. A model in memory takes tokenizer, processor, templates, licence and
     card from its `name_or_path`, a folder or a name on the Hub; set that to "" to omit them. A card by hf_qknorm in the
     folder is uploaded with its edits; of any other card, the new one keeps licence, languages, datasets and base model.
-    A report is marked as stale if the weights have changed since it was measured, and a card with its numbers is
-    replaced. That is logged as a warning, as is a missing tokenizer.
+    A report is marked as stale if the weights have changed since it was measured, and a card with its numbers, or of
+    another scheme, is replaced. That is logged as a warning, as is a missing tokenizer.
 
     A missing repository is created: `private=None` leaves its visibility to the account's default. `revision` is an
     existing branch, by default the main one. The commit deletes weights, report and plots of earlier pushes.

@@ -82,13 +82,13 @@ def upload_files(source: Source, repo_id: str, token: str | None) -> Iterator[di
 
 
 def _add_card(staged: Path, folder: Path, repo_id: str) -> None:
-    """Render card and plots. A card by hf_qknorm that was edited in `folder` stays, if its results hold."""
+    """Render card and plots. A card by hf_qknorm that was edited in `folder` stays, if scheme and results hold."""
     card = staged / CARD
     text = card.read_text(encoding="utf-8") if is_generated_card(card) else None
     stated = stated_results(card) if text is not None else {}
     write_card(staged, repo_id=repo_id)
     (staged / KEPT_CARD).unlink(missing_ok=True)  # for the user's folder only
-    if stated and stated != stated_results(card):
-        logger.warning("%s states results that are not in the report: a new card is uploaded, without its edits", CARD)
+    if not stated.items() <= stated_results(card).items():
+        logger.warning("%s states another scheme or other results: a new card is uploaded, without its edits", CARD)
     elif text is not None and text != render_card(folder):
         card.write_text(with_repository(text, repo_id), encoding="utf-8")

@@ -8,10 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import Calibration, calibrate, push_to_hub, set_cap
+from hf_qknorm import Calibration, Scheme, calibrate, patch_model, push_to_hub, set_cap
 from hf_qknorm.files.names import LOSS_PLOT, PLOTS, REPORT
 from hf_qknorm.hub.card import write_card
 from qknorm_tests.push_cases import checkpoint, patched
+from qknorm_tests.tiny import tiny_model
 
 BATCHES = [torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
@@ -64,6 +65,20 @@ def test_after_training_in_place_no_old_number_is_pushed(hub, tmp_path, writer, 
     assert "model-index" not in card
     assert not {*PLOTS} & {*files}
     assert PLOTS[0] not in card
+
+
+def test_a_card_of_another_scheme_is_not_pushed(hub, tmp_path, caplog):
+    """Also without a report, whose numbers would tell."""
+    out = checkpoint(tmp_path / "out")
+    write_card(out)
+    card = (out / "README.md").read_text()
+    (out / "README.md").write_text(f"{card}\nMy own words.\n")
+    patch_model(tiny_model("llama", vocab_size=300), Scheme(softcap=30.0)).save_pretrained(out)
+    push_to_hub(out, "me/tiny")
+    assert "a new card is uploaded, without its edits" in caplog.text
+    pushed = hub.commits("me/tiny")[-1].files["README.md"].decode()
+    assert "softcap=30.0" in pushed
+    assert "50" not in pushed.partition("## Changes")[2].partition("##")[0]
 
 
 @pytest.mark.parametrize("change", ["weights", "scheme"])
