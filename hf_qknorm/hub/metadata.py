@@ -150,7 +150,8 @@ def card_data(path: Path, config: Any, report: Calibration | None, name: str, ba
 def auto_class(config: Any) -> str:
     """Return the Auto class that loads the model with its head; `AutoModel` if no other does."""
     architecture = str((config.architectures or [""])[0]).removeprefix(PREFIX)
-    found = [auto for auto, name in classes_of(config.base_model_type).items() if name == architecture]
+    classes = classes_of(config.base_model_type).items()
+    found = [auto for auto, name in classes if architecture in ((name,) if isinstance(name, str) else name)]
     return next((auto for auto in found if auto in TASKS), next(iter(found), "AutoModel"))
 
 

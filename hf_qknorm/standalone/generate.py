@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +68,27 @@ else:
 """
 
 
-def auto_map(model_type: str) -> dict[str, str]:
+def auto_map(model_type: str, architectures: Iterable[str] | None = None) -> dict[str, str]:
     """Return the class of the stand-alone file for each Auto class that loads a patched `model_type`.
 
-    If the Auto class has several, as for DeiT's two classifiers, it is the first, which can be trained.
+    If the Auto class has several, as for DeiT's two classifiers, it is the one in `architectures`, or else the first.
     """
-    classes = {"AutoConfig": CONFIG_MAPPING_NAMES[model_type]}
-    for auto, name in classes_of(model_type).items():
-        classes[auto] = name if isinstance(name, str) else name[0]
+    classes, own = {"AutoConfig": CONFIG_MAPPING_NAMES[model_type]}, [*(architectures or ())]
+    for auto, several in _classes(model_type).items():
+        classes[auto] = next((name for name in several if f"{PREFIX}{name}" in own), several[0])
     return {auto: f"{Path(CODE_FILE).stem}.{PREFIX}{name}" for auto, name in classes.items()}
+
+
+def _classes(model_type: str) -> dict[str, tuple[str, ...]]:
+    """The names of the unpatched classes, one or several, for each Auto class that loads a model type."""
+    return {auto: (name,) if isinstance(name, str) else name for auto, name in classes_of(model_type).items()}
 
 
 @cache
 def standalone_code(model_type: str) -> str:
     """Return the text of the stand-alone file for a patched `model_type`."""
-    config, *models = dict.fromkeys(name.rpartition(".")[2] for name in auto_map(model_type).values())
+    config = f"{PREFIX}{CONFIG_MAPPING_NAMES[model_type]}"
+    models = [f"{PREFIX}{name}" for name in dict.fromkeys(chain(*_classes(model_type).values()))]
     bases = {name: getattr(transformers, name.removeprefix(PREFIX)) for name in models}
     types = {name: base.config_class.model_type for name, base in bases.items()}
     bundle = Bundle(_ROOTS, _REPLACED, {_FAMILIES: tuple(sorted({model_type, *types.values()}))})
@@ -119,7 +127,7 @@ def check_standalone(model_type: str, scheme: Scheme) -> None:
 
 def set_auto_map(config: Any) -> None:
     """Name the stand-alone classes in a derived `config`. Every later save of it then includes their file."""
-    config.auto_map = auto_map(config.base_model_type)
+    config.auto_map = auto_map(config.base_model_type, config.architectures)
 
 
 def write_standalone_code(config: Any, folder: Path) -> None:
@@ -158,7 +166,7 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
     config = json.loads(path.read_text(encoding="utf-8"))
     model_type = _base_type(config.get("model_type") if isinstance(config, dict) else None, str(path))
     code = standalone_code(model_type)
-    config |= {"auto_map": auto_map(model_type), **NOTICES}
+    config |= {"auto_map": auto_map(model_type, config.get("architectures")), **NOTICES}
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
     replace_text(folder / CODE_FILE, code)
     replace_text(path, text)

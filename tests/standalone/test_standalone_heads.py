@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
+import pytest
 import torch
 import transformers
 
 from hf_qknorm import SCHEMES, add_standalone, patch_model
+from hf_qknorm.hub.card import render_card
 from qknorm_tests.children import child
 from qknorm_tests.tables import make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_config
 
+IMAGES = ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher")
 HEADS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering")
 LOAD_HEADS = """
 import sys
@@ -39,3 +45,19 @@ def test_without_the_package_heads_of_every_kind_load(tmp_path):
     child(LOAD_HEADS, tmp_path / "tokens.pt", *(tmp_path / name for name in expected), home=tmp_path)
     for name, output in expected.items():
         torch.testing.assert_close(torch.load(tmp_path / name / "alone.pt"), output, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("marked", ["model", "folder"])
+@pytest.mark.parametrize("name", IMAGES)
+def test_each_of_two_classifiers_of_one_auto_class_is_loaded(name, marked, tmp_path):
+    """The other one would have a random classifier."""
+    model = patch_model(getattr(transformers, name)(tiny_config("deit")), "qk_norm")
+    if marked == "model":
+        add_standalone(model)
+    model.save_pretrained(tmp_path)
+    if marked == "folder":
+        add_standalone(tmp_path)
+    own, config = type(model).__name__, json.loads((tmp_path / "config.json").read_text())
+    assert config["auto_map"]["AutoModelForImageClassification"] == f"modeling_qknorm.{own}"
+    assert f"{own} = derived_model(" in (tmp_path / "modeling_qknorm.py").read_text()
+    assert "AutoModelForImageClassification.from_pretrained" in render_card(tmp_path)
