@@ -24,6 +24,9 @@ _NOT_COPIED = (CONFIG, "trainer_state.json", REPORT, KEPT_CARD, CODE_FILE, *PLOT
 _WEIGHT_INDEX = re.compile(r".+\.index(\.[\w-]+)?\.json")  # of weights in any format, or of a variant such as fp16
 _TOKENIZER_CONFIG = "tokenizer_config.json"
 _MAPPINGS = ("generation_config.json", _TOKENIZER_CONFIG)
+# The class of most tokenizers, whose name before transformers 5 every version knows, and the one that only Mistral's
+# own package has.
+_GENERAL = ("TokenizersBackend", "MistralCommonBackend")
 _JSON_BYTES = 512 * 2**20  # the largest tokenizers have 30 MB
 
 
@@ -80,7 +83,7 @@ def _keep_tokenizer_class(folder: Path, config: Path) -> None:
     """
     settings = read_json(config, _JSON_BYTES) if config.is_file() else {}
     found = type(AutoTokenizer.from_pretrained(folder, trust_remote_code=False)).__name__
-    known = {"TokenizersBackend": "PreTrainedTokenizerFast"}.get(found, found)  # its name before transformers 5
+    known = "PreTrainedTokenizerFast" if found in _GENERAL else found
     stated = str(settings.get("tokenizer_class"))
     if "auto_map" not in settings and stated.removesuffix("Fast") not in (found, known.removesuffix("Fast")):
         text = json.dumps(settings | {"tokenizer_class": known}, indent=2, ensure_ascii=False) + "\n"
