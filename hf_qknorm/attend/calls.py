@@ -23,6 +23,20 @@ from hf_qknorm.ops.types import Call, Heads, Options, Visible
 
 KEYS: Final = "qk_norm_keys"  # the attribute of ranges that holds S, which their shape does not
 
+# Arguments that change a result: for each its purpose, and what to do instead.
+_EAGER: Final = "call set_attn_implementation('eager')"
+_PAGED: Final = (
+    "a paged cache for continuous batching",
+    "call generate, or without a cap set_attn_implementation('sdpa')",
+)
+UNSUPPORTED: Final = {
+    "cache": _PAGED,  # in transformers before 5.24
+    "block_table": _PAGED,
+    "indices": ("sparse attention", _EAGER),  # the keys that a query sees; a patched model's layers have a mask of them
+    "block_indices": ("sparse attention", _EAGER),
+    "sinks": ("sinks that differ between queries", _EAGER),
+}
+
 
 def make_call(
     module: nn.Module,
@@ -77,12 +91,9 @@ def _pad_to_widest(heads: Heads) -> Heads:
 
 def refuse_unsupported(arguments: dict[str, Any]) -> None:
     """Raise ValueError for arguments of some models' attention that would change the result."""
-    for name in ("cache", "block_table"):  # the first in transformers before 5.24
+    for name, (kind, instead) in UNSUPPORTED.items():
         if arguments.get(name) is not None:
-            raise ValueError(
-                f"hf_qknorm attention does not support the argument {name!r} of a paged cache for continuous batching: "
-                "call generate, or without a cap set_attn_implementation('sdpa') before"
-            )
+            raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
 
 
 def is_ranges(mask: Tensor) -> bool:

@@ -53,18 +53,22 @@ def structured_mask(
 ) -> Tensor | None:
     """Ranges, or ranges and padding, or a boolean mask `[B, 1, T, S]`, or None where causality and window suffice.
 
-    For a patched model that computes with its masks it is the additive mask of eager attention.
+    For a model that computes with its masks it is the additive mask of eager attention.
 
     transformers passes a window as `local_size` so that a mask is built for it. Where the layers pass the same window
-    to their attention function, a batch without padding needs no mask.
+    to their attention function, a batch without padding needs no mask. Layers of a model that is not patched may not
+    say that they are causal, without SDPA: several queries of theirs always get a mask.
     """
-    family = FAMILIES.get(getattr(config, "base_model_type", ""))
+    patched = hasattr(config, "base_model_type")
+    family = FAMILIES.get(getattr(config, "base_model_type" if patched else "model_type", ""))
     if family is not None and family.style.reads_masks:
         layout = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         shown = {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
         return masking_utils.eager_mask(batch_size, **layout, **shown, device=device, **kwargs)
     if _layers_pass(local_size, mask_function, config):
         local_size = None
+    if not patched and q_length > 1:
+        kwargs["allow_is_causal_skip"] = False
     build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
     whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
     # Whether a mask is needed does not depend on the function: with this one, the answer costs no T×S tensor.

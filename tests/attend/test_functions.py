@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm.attend.calls import UNSUPPORTED
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.norms import HeadNorm
@@ -27,6 +28,7 @@ from qknorm_tests.tables import (
     MODEL_TYPES,
     applies,
     assert_near,
+    causal_families,
     make_batch,
     randomise,
     real,
@@ -214,6 +216,44 @@ def test_a_mask_of_integers_is_refused(backend, shape):
     mask = torch.ones(2, 1, queries, keys, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"the mask must be boolean .* got torch.int32"):
         model(torch.randint(64, (2, queries)), past_key_values=cache, attention_mask=mask)
+
+
+UNPATCHED = [x for x in ("bigbird_pegasus", "mistral", "qwen4_exp_text") if x in causal_families()]
+SPARSE = [x for x in ("deepseek_v32", "minimax_m3_vl_text") if x in causal_families()]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", UNPATCHED)
+def test_a_model_that_is_not_patched(model_type):
+    """The layers of one say that they are not causal, and one computes with its masks."""
+    model, batch = sharp_model(model_type), make_batch("plain", labels=False)
+    found = []
+    for backend in ("eager", "hf_qknorm"):
+        model.set_attn_implementation(backend)
+        tokens = model.generate(
+            **batch, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        found.append(torch.cat([model(**batch).logits, torch.stack(tokens.logits, 1)], 1))
+    assert_near(found[1], found[0], TOLERANCE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_sparse_attention_of_a_model_that_is_not_patched_is_refused(model_type):
+    model = sharp_model(model_type)
+    model.set_attn_implementation("hf_qknorm")
+    with pytest.raises(
+        ValueError, match=r"does not support the argument .*indices' of sparse attention: call set_attn"
+    ):
+        model(**make_batch("plain", labels=False))
+
+
+@pytest.mark.parametrize("backend", OWN)
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_arguments_that_would_be_dropped_are_refused(backend, name):
+    heads = torch.zeros(1, 2, 3, 16)
+    with pytest.raises(ValueError, match=f"does not support the argument '{name}'"):
+        REGISTERED[backend](torch.nn.Module(), heads, heads, heads, None, **{name: torch.zeros(1)})
 
 
 @torch.no_grad()
