@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 from torch import _C, Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import torch._dynamo, and so Triton
+from torch.autograd import forward_ad
 
 from hf_qknorm.ops._ops import add_op_namespace_prefix, ops
 from hf_qknorm.ops.checks import refuse_forward_mode
@@ -101,10 +102,11 @@ def needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
 def is_intercepted(arguments: tuple[Any, ...]) -> bool:
     """Whether something else than a kernel gets a call from the dispatcher.
 
-    It does for graphs, modes, transforms of functions, subclasses of tensors, and tensors without memory.
+    It does for graphs, modes, forward mode, transforms of functions, subclasses of tensors, and tensors without memory.
     """
     return (
         torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
         or _C._len_torch_dispatch_stack() > 0
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None

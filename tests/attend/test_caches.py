@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
@@ -200,6 +201,14 @@ WITHOUT_ROOM = {
 def test_other_layers_have_no_room(name: str) -> None:
     cache = WITHOUT_ROOM[name]()
     assert room(cache, 0, tokens(1)[0]) is None
+
+
+def test_forward_mode_has_no_room() -> None:
+    """Tangents would be dropped where a kernel writes to a cache."""
+    cache, new = cache_of(DynamicLayer()), tokens(1)[0]
+    with forward_ad.dual_level():
+        assert room(cache, 0, new) is None
+    assert room(cache, 0, new) is not None
 
 
 def test_a_cache_with_its_own_update_is_never_empty() -> None:
