@@ -152,6 +152,14 @@ def test_the_check_finds_a_wrong_kernel(monkeypatch):
     assert not self_check.check(path, torch.device("cpu")).verdict.passed
 
 
+@pytest.mark.parametrize("group", [4, 5, 7, 9])
+def test_sound_kernels_pass_the_check(group):
+    """Few numbers of few large weights scatter, and with them their errors."""
+    path = first_use.CodePath("cpu", torch.float32, 16, group, True, causal=True)
+    found = self_check.check(path, torch.device("cpu"))
+    assert found.verdict.passed, found
+
+
 @pytest.mark.parametrize("place", ["trace", "export", "daemon", "fake"])
 def test_nothing_is_compiled_in(place, machine, monkeypatch):
     heads = Q
