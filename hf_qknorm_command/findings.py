@@ -15,7 +15,7 @@ from packaging.version import Version
 PROJECT = "hf-qknorm"
 # The oldest and the newest version that the tests have run with.
 TESTED: Final[dict[str, tuple[str, str]]] = {
-    "python": ("3.11", "3.11"),
+    "python": ("3.11", "3.13"),
     "torch": ("2.11", "2.15"),
     "transformers": ("5.17", "5.24"),
     "accelerate": ("1.15", "1.15"),
