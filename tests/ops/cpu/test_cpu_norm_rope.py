@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import patch_model
@@ -150,15 +149,6 @@ def test_angles_that_do_not_fit_are_left_to_torch(shape):
     assert not norm_rope.takes(x, Norm("rms"), Rotary(cos, cos))
     with torch.no_grad():
         assert not cpu_kernels.serves_norm_rope(x, Norm("rms"), Rotary(cos, cos))
-
-
-def test_a_tangent_is_refused_without_gradients_too() -> None:
-    """Without gradients the operator's own checks are left out."""
-    x, gain = torch.ones(1, 2, 3, 16), torch.ones(16)
-    with torch.no_grad(), forward_ad.dual_level():
-        norm = Norm("rms", forward_ad.make_dual(gain, gain))
-        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
-            norm_rope.norm_rope(Heads(x, x, x, norm, Norm()))
 
 
 @pytest.fixture

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.library import opcheck
 
 from hf_qknorm.ops.cpu import attention as cpu
+from hf_qknorm.ops.cpu import norm_rope
 from hf_qknorm.ops.registration import flatten
 from hf_qknorm.ops.types import Heads, Norm, Options, Visible
 from qknorm_tests.cpu_cases import cpu_dropout, cpu_results
@@ -204,3 +206,12 @@ def test_forward_mode_is_refused() -> None:
     q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 9, 9, 16))
     with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
         torch.func.jvp(lambda x: cpu.attention(*call(x, k, v)), (q,), (q,))
+
+
+def test_forward_mode_is_refused_by_the_norms_without_gradients_too() -> None:
+    """Without gradients the operator's own checks are left out."""
+    x, gain = torch.ones(1, 2, 3, 16), torch.ones(16)
+    with torch.no_grad(), forward_ad.dual_level():
+        norm = Norm("rms", forward_ad.make_dual(gain, gain))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            norm_rope.norm_rope(Heads(x, x, x, norm, Norm()))
