@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple, NoReturn
 import torch
 from torch import _C, Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import torch._dynamo, and so Triton
-from torch.autograd import forward_ad
 
 from hf_qknorm.ops._ops import add_op_namespace_prefix, ops
 from hf_qknorm.ops.checks import refuse_forward_mode
@@ -92,10 +91,7 @@ def needs_gradient(arguments: tuple[Any, ...]) -> bool:
 
 
 def needs_dispatcher(arguments: tuple[Any, ...]) -> bool:
-    """Whether a call needs torch's dispatcher, which takes longer than the rest of a call on the host.
-
-    It does where calls are intercepted, and for modes of functions, such as a default device.
-    """
+    """Whether an intercepted call, or a mode of functions such as a default device, needs torch's slow dispatcher."""
     return _C._len_torch_function_stack() > 0 or is_intercepted(arguments)
 
 
@@ -106,7 +102,7 @@ def is_intercepted(arguments: tuple[Any, ...]) -> bool:
     """
     return (
         torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
+        or torch.autograd.forward_ad._current_level >= 0
         or _C._len_torch_dispatch_stack() > 0
         or _C._functorch.peek_interpreter_stack() is not None
         or _C._get_tracing_state() is not None
