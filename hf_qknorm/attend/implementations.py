@@ -30,7 +30,7 @@ class Implementation(NamedTuple):
 
     `words` name it in logs. `why_not` returns the reason why it does not take a call, or None; the first call of a kind
     may compile and check it. `why_not_yet` is the same for "hf_qknorm", if that does not wait for a compiler. `run`
-    computes `[B, H, T, D]`. `devices` are the devices where "hf_qknorm" tries it, none for all. `name` names the
+    computes `[B, H, T, D]`. "hf_qknorm" tries it on these `devices`, none for all. `name` is the name of the
     attention function that takes it or raises ValueError, if there is one. `takes_masks`: arbitrary masks too, and so a
     position bias in one.
     """

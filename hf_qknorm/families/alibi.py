@@ -118,7 +118,7 @@ BLOOM = Style(
     bias=lambda module, q, k, *, alibi, **options: alibi.view(q.shape[0], module.num_heads, 1, -1),
     heads=heads,
     scale=lambda module: module.inv_norm_factor,
-    length=lambda module: getattr(module.config, "seq_length", 2048),  # the length in its training
+    length=lambda module: getattr(module.config, "seq_length", 2048),  # in its training
     interleaved=lambda module: True,
 )
 MPT = Style(

@@ -96,5 +96,5 @@ T5 = Style(
     forward=forward_t5,
     dropout=lambda module: module.dropout,
     heads=lambda module: (module.n_heads, module.n_heads, module.key_value_proj_dim),
-    length=lambda module: getattr(module.config, "n_positions", 512),  # the length in its training
+    length=lambda module: getattr(module.config, "n_positions", 512),  # in its training
 )

@@ -154,7 +154,7 @@ def test_the_check_finds_a_wrong_kernel(monkeypatch):
 
 @pytest.mark.parametrize("group", [4, 5, 7, 9])
 def test_sound_kernels_pass_the_check(group):
-    """Few numbers of few large weights scatter, and with them their errors."""
+    """For these groups, a problem of one query has too few numbers for the budget's statistics."""
     path = first_use.CodePath("cpu", torch.float32, 16, group, True, causal=True)
     found = self_check.check(path, torch.device("cpu"))
     assert found.verdict.passed, found
