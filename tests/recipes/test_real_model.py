@@ -30,7 +30,7 @@ def test_the_default_keeps_a_real_model_and_comes_off():
     code = tokenizer(load_text(None, limit=8000), return_tensors="pt")["input_ids"][:, :1024]
     judging = [{"input_ids": code.view(4, 256)}]
     qk.patch_model(model, "qk_norm")
-    report = qk.calibrate(model, [prose], max_tokens=4096)
+    report = qk.calibrate(model, [prose], max_tokens=16_384)
     assert report.base is not None
     assert report.chosen.loss - report.base.loss < 0.003
     assert report.chosen.kl < 0.004
