@@ -10,9 +10,12 @@ from typing import Any, Final
 from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.export.native import check_exportable, plan_export
 from hf_qknorm.families import FAMILIES
+from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.files.paths import user_path
 
 INEXACT: Final = "inexact: the loss before and after is printed"
+_LOAD_CODE: Final = "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
+_LOAD: Final = "import hf_qknorm; AutoModelForCausalLM.from_pretrained(...)"
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,14 @@ def serving_ways(src: str | os.PathLike[str]) -> list[Way]:
             "refused: it drops the position bias" if "the position bias" in lost else "exact, or refused at the start"
         )
         sglang = f"refused: it drops {lost[0]}" if lost else "exact by its source, not run; windows are refused"
+        own_code = (folder / CODE_FILE).is_file()
+        trust = " --trust-remote-code" if own_code else ""  # else vLLM takes the package, by its plugin
+        sglang = sglang if own_code else "refused: it needs the model's code beside the weights (add_standalone)"
         ways = [
-            Way("transformers", "exact", "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"),
+            Way("transformers", "exact", _LOAD_CODE if own_code else _LOAD),
             _way("transformers, batched", batched, "model.generate_batch(...)"),
             Way("transformers serve", "refused: it loads transformers' own classes alone; serve an export", None),
-            _way("vLLM", biased, f"vllm serve {here} --model-impl transformers --trust-remote-code"),
+            _way("vLLM", biased, f"vllm serve {here} --model-impl transformers{trust}"),
             _way("SGLang", sglang, f"sglang serve --model-path {here} --model-impl transformers --trust-remote-code"),
             _export(source, f"hf-qknorm export {here} DST", "exact", end=False),
         ]

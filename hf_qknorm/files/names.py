@@ -22,7 +22,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 FOLDERS = ("additional_chat_templates",)
-LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-]\w+)?(\.(txt|md))?", re.IGNORECASE)
+LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-][\w.-]+)?", re.IGNORECASE)
 REPORT = "qk_norm_report.json"  # of a calibration, saved beside the weights
 CARD = "README.md"
 KEPT_CARD = "README.original.md"  # the card that a generated card replaced

@@ -33,6 +33,7 @@ from hf_qknorm.hub.metadata import (
     predictions_of,
 )
 from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.model.knees import NO_NORM
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.reports.report import MEASURED, Calibration
 from hf_qknorm.reports.tables import mean
@@ -217,7 +218,7 @@ def _name(config: Any, base_model: str | None, repo_id: str | None) -> str:
 
 def _native(config: Any) -> str | None:
     """The model type of transformers that computes the same, if any."""
-    if config.qk_norm_blend is not None:
+    if config.qk_norm_blend is not None or config.scheme.knee >= NO_NORM:
         return None
     try:
         found = find_target(config).model_type

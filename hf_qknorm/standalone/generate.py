@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
@@ -143,7 +144,8 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
     A folder gets the file `modeling_qknorm.py`, and the `auto_map` in its config.json that names the file's classes.
     A model in memory is marked: every later `save_pretrained` or `push_to_hub` includes both.
 
-    Raises ValueError if the checkpoint is not patched, FileNotFoundError for a folder without a config.json.
+    Raises ValueError if the checkpoint is not patched, TypeError for a wrapped model, and FileNotFoundError for a
+    folder without a config.json.
 
     >>> qk.patch_model(model, scheme="qk_norm_cap").save_pretrained("out")
     >>> qk.add_standalone("out")
@@ -159,6 +161,11 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
             )
         set_auto_map(checkpoint.config)
         return
+    if isinstance(checkpoint, nn.Module):
+        raise TypeError(
+            f"got a {type(checkpoint).__name__}, expected a transformers PreTrainedModel or a folder: give the model "
+            "inside the wrapper, get_base_model() of a PEFT model"
+        )
     folder = user_path(checkpoint, "checkpoint")
     path = folder / "config.json"
     if not path.is_file():

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
@@ -258,6 +259,8 @@ def test_unpatched_checkpoints_are_refused(content, tmp_path):
 def test_a_model_that_is_not_patched_and_a_folder_without_a_config_are_refused(tmp_path):
     with pytest.raises(ValueError, match="LlamaForCausalLM: model_type is 'llama'"):
         add_standalone(sharp_model("llama"))
+    with pytest.raises(TypeError, match="got a Sequential"):
+        add_standalone(nn.Sequential(sharp_model("llama")))
     with pytest.raises(FileNotFoundError, match="config.json is missing"):
         add_standalone(tmp_path)
 
