@@ -47,6 +47,7 @@ def settings(arm: str, **changed: Any) -> dict[str, Any]:
     return given | changed
 
 
+@pytest.mark.slow
 def test_the_recipe_writes_every_arm_fault_and_precision(recipe, text, tmp_path, capsys):
     arms = ["unpatched", "qk_norm_cap, knee lowered", "QuacK"]
     command = ["--size", "quick", "--known", text, "--text", text, "--rates", "1e-3", "3e-3", "1e-2", "--seeds", "2"]

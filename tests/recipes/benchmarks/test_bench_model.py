@@ -27,6 +27,7 @@ def test_logits_and_gradients_keep_the_budget(dtype: torch.dtype, monkeypatch: p
     assert all(verdict.passed for verdict in verdicts.values()), verdicts
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(NATIVE, reason="takes a minute on a GPU")
 def test_the_losses_fall_for_each_model() -> None:
     for step in bench_model.PLAIN:

@@ -6,12 +6,14 @@ import json
 import math
 from types import SimpleNamespace
 
+import pytest
 import seat_belt
 
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
+@pytest.mark.slow
 def test_all_arms_are_trained_and_lose_their_norms(text, tmp_path):
     save_with_tokenizer(tiny_model("llama", vocab_size=257), tmp_path / "tiny")
     asked = ["--checkpoint", str(tmp_path / "tiny"), "--text", text, "--size", "quick"]

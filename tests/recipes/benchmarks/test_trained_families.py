@@ -8,6 +8,7 @@ import pytest
 import trained_families
 
 
+@pytest.mark.slow
 def test_models_are_trained_converted_and_judged(text, tmp_path):
     command = ["--text", text, "--types", "bloom", "--steps", "2", "--jobs", "1"]
     command += ["--out", str(tmp_path / "found")]
