@@ -30,7 +30,10 @@ An arm that is "opened and removed" raises its knee to infinity in the last quar
 plain model, after `remove_norms`. `--size real` is for a model of 135 M parameters on a CPU, in 60 steps of 4×256
 tokens: its plan, fixed before the runs, is SmolLM2 on Shakespeare at 1e-4, 1e-3 and 3e-3, with AdamW and Muon, two
 seeds. `--size real-long` has 200 steps, and asks whether 60 were too few: its plan, fixed before the runs, has the same
-text, rates and seeds; its order is AdamW at 1e-4, then at 1e-3, then the rest.
+text, rates and seeds; its order is AdamW at 1e-4, then at 1e-3, then the rest. At 3e-3 the loss of each converted model
+jumped in one of the two seeds, the unpatched model's in none. Is that chance? Six seeds of the unpatched model and of
+kept knees at that rate ask it, four of them new: planned after that result and before these runs. A difference holds
+if it is more than twice its standard error, paired over seeds.
 
 `--size gpu` first trains a Llama of 60 M parameters on the known text unless a checkpoint is given, and then takes 79 M
 tokens per run; it has not been run yet. With `--minutes` the recipe stops in time and continues when it is called

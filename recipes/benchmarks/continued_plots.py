@@ -93,7 +93,8 @@ def _medians(runs: list[Row], index: int) -> tuple[list[int], list[float]]:
 def finish(figure: Figure, panels: Sequence[Any], path: Path) -> None:
     """Add a light grid, and a legend of the first panel's lines above all panels; write the figure as a PNG."""
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=4, fontsize=9)
+    columns = int(figure.get_figwidth() / 2.3)  # of the longest labels
+    figure.legend(handles, labels, frameon=False, loc="outside upper center", ncols=columns, fontsize=9)
     for axes in panels:
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
