@@ -62,8 +62,8 @@ class ConstantNorm:
 def constant_norms(model: nn.Module) -> list[ConstantNorm]:
     """The norms of a patched model, each a constant factor that its projection can take.
 
-    Raises ValueError for a model that is not patched, norms that still act, norms of values or of latent attention, a
-    clip in front of the norms, and a bias of a norm whose projection has none.
+    Raises ValueError for a model that is not patched or is in a blend, norms that still act, norms of values or of
+    latent attention, a clip in front of the norms, and a bias of a norm whose projection has none.
     """
     layers = require_patched(model)
     check_norms(model)
@@ -88,10 +88,12 @@ def constant_norms(model: nn.Module) -> list[ConstantNorm]:
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raise ValueError unless a patched model norms queries or keys alone, each behind a projection of its own."""
+    """Raise ValueError unless a patched model norms queries or keys alone, in full, each behind its own projection."""
     first = next(iter(require_patched(model).values()))
     if first.scheme.v is not None or not first.scheme.norms:
         raise ValueError(f"got the scheme {first.scheme}: expected norms of queries and keys alone")
+    if first.config.qk_norm_blend is not None:
+        raise ValueError("the model is in a blend: end it by set_blend(model, 1)")
     if first.family.latent:
         raise ValueError(
             "a norm of latent attention has no projection of its own to be folded into: keep the norms of this model"

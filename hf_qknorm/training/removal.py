@@ -61,9 +61,9 @@ def start_removal(
     Then train with `KneeSchedule(target=math.inf)`, and call `remove_norms`.
 
     Raises TypeError for a wrapped model. Raises ValueError, before anything changes, for a model without norms on
-    queries or keys or with a knee; a scheme that norms values or has no gains; latent attention and encoder-decoders; a
-    model that clips queries and keys in front of the norms; a Qwen 3 with sliding windows; sharded weights; and data
-    without text.
+    queries or keys, with a knee or in a blend; a scheme that norms values or has no gains; latent attention and
+    encoder-decoders; layers that share projections; a model that clips queries and keys in front of the norms; a Qwen 3
+    with sliding windows; sharded weights; and data without text. Raises FileNotFoundError for a path that is not there.
 
     >>> model = qk.start_removal(qk.patch_model(model, "qk_norm"), texts)
     >>> qk.set_knee(model, float("inf"))  # at once; in training: KneeSchedule(target=math.inf)
@@ -116,9 +116,10 @@ def remove_norms(
     and after is logged. It must not rise by more than `max_loss_increase` nats per token; None means no limit. Sharp
     norms that bound few vectors cost little: calibrated, and before any training, about what they cost when added.
 
-    Raises TypeError for a wrapped model. Raises ValueError, before anything changes, for a model that is not patched,
-    norms that still act without `data`, norms of values or of latent attention, a bias of a norm that no projection can
-    take, a clip in front of the norms, sharded weights, a rise above the limit, and a limit without `data`.
+    Raises TypeError for a wrapped model. Raises ValueError, before anything changes, for a model that is not patched or
+    is in a blend, norms that still act without `data`, norms of values or of latent attention, a bias of a norm that no
+    projection can take, layers that share projections, a clip in front of the norms, sharded weights, a rise above the
+    limit, and a limit without `data`. Raises FileNotFoundError for a path that is not there.
 
     >>> model = qk.start_removal(qk.patch_model(model, qk.Scheme(q="rms", k="rms", softcap=50.0)), texts)
     >>> print(qk.remove_norms(model, texts).config.scheme)
@@ -204,8 +205,6 @@ def _check_patched(model: Any) -> None:
         raise ValueError(f"{type(model).__name__} is an encoder-decoder, whose norms can not be removed here")
     if scheme.knee:
         raise ValueError(f"the model has a knee, {scheme.knee:g}: end it by set_knee(model, 0)")
-    if model.config.qk_norm_blend is not None:
-        raise ValueError("the model is in a blend: end it by set_blend(model, 1)")
     _check_whole(model)
 
 

@@ -214,6 +214,12 @@ def test_norms_that_act_or_have_a_bias_are_not_folded():
     offloaded.model.layers[1].self_attn.k_proj.to("meta")
     with pytest.raises(ValueError, match="weight is sharded or offloaded"):
         remove_norms(offloaded)
+    blended = kneed()
+    set_blend(blended, 0.5)
+    set_knee(blended, math.inf)
+    for data in (None, TEXT):
+        with pytest.raises(ValueError, match="is in a blend"):
+            remove_norms(blended, data)
     values = kneed("layer")
     set_knee(values, math.inf)
     with pytest.raises(ValueError, match="of queries and keys alone"):
