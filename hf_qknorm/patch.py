@@ -56,7 +56,8 @@ def patch_model(
     patched model for it, which TRL takes as the reference. As a plain string it names the unpatched model.
 
     Raises TypeError if `model` is no transformers model. Raises ValueError, with the model unchanged, for a model, a
-    wrapper or a backend that can't have the scheme, and for a patched model.
+    wrapper or a backend that can't have the scheme, for a scheme or tower that does not exist, and for a patched model.
+    Raises ImportError for a backend whose package is not installed.
 
     >>> model = qk.patch_model(model, scheme="qk_norm_cap")
     >>> type(model).__name__, model.config.scheme.softcap

@@ -89,15 +89,15 @@ def calibrate(
     fit of the model's own projection by its normalised self, x ≈ gain·norm(x) + bias, from one pass over the text.
     "ones" resets the gains.
 
-    `knee` is a number, as an export needs (0 for plain norms), or "auto": 1.5 times the least of `KNEES` in
+    `knee` is a number, as an export needs (0 for plain norms), or "auto". The search finds the least of `KNEES` in
     `calibration.knees` that costs at most `max_loss_increase` nats per token (by default 0.005) on an eighth of the
-    sequences, which the fit leaves out; the margin is for text of other kinds. Of a short text up to half judges, for
-    2,048 tokens; a warning says if there are fewer. The cost is the rise in loss, or the KL from the unpatched model if
-    that is larger; a model that predicts no tokens is judged by the relative error of its last hidden states, of at
-    most 0.05 (`output_error` in the report). The search sets a sharpness of 8 where the scheme's is 1, RMSNorm's form,
-    whose knee costs more at any bound. None means "auto" if no method is given and the scheme has gains, keeps the norm
-    in front of attention, and has no knee; otherwise the scheme's knee. "auto" takes about two forward passes over a
-    long text.
+    sequences, which the fit leaves out. It sets the next one that is at least 1.5 times as large, as a margin for text
+    of other kinds. Of a short text up to half judges, for 2,048 tokens; a warning says if there are fewer. The cost is
+    the rise in loss, or the KL from the unpatched model if that is larger. A model that predicts no tokens is judged by
+    the relative error of its last hidden states, of at most 0.05 (`output_error` in the report). The search sets a
+    sharpness of 8 where the scheme's is 1, RMSNorm's form, whose knee costs more at any bound. None means "auto" if no
+    method is given and the scheme has gains, keeps the norm in front of attention, and has no knee; otherwise the
+    scheme's knee. "auto" takes about two forward passes over a long text.
 
     With `exportable` the knee is fixed, by default at 16, and each ε is the nearest one that is the model's own eps
     times a power of 4: `export_native` then only changes exponents, and a Qwen3 computes the same bits in float32.
@@ -109,11 +109,12 @@ def calibrate(
     the norms are as before. `save_pretrained` writes the report beside the weights, from then on, and marks it as stale
     once the weights have changed.
 
-    Raises ValueError for data with fewer than 16 tokens to predict; a model that is not patched, is in a blend, or is
-    sharded by DeepSpeed; a method or knee that is not possible; a loss that rises by more than `max_loss_increase`; a
-    limit on the loss without a language-modelling head; folded norms (`pre_norm=False`) that a checkpoint did not keep;
-    offloaded gains; biases behind folded norms in projections that are sharded or under adapters; and with `exportable`
-    a model that no native one equals.
+    Raises ValueError for data with fewer than 16 tokens to predict, or without the labels of masked tokens; a model
+    that is not patched, is in a blend, or is sharded by DeepSpeed; a method or knee that is not possible; a loss that
+    rises by more than `max_loss_increase`; a limit on the loss without a language-modelling head; folded norms
+    (`pre_norm=False`) that a checkpoint did not keep; offloaded gains; biases behind folded norms in projections that
+    are sharded or under adapters; and with `exportable` a model that no native one equals. Raises FileNotFoundError for
+    a path that is not there, and ImportError for a Hub dataset without the package `datasets`.
 
     >>> model = qk.patch_model(model, "qk_norm")
     >>> report = qk.calibrate(model, texts)

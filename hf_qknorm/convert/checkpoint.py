@@ -119,10 +119,10 @@ def convert_checkpoint(
     nothing else. Pickled weights are read with `allow_pickle` alone.
 
     Raises ValueError, naming the file, for a source, scheme or tokenizer that can't be converted, for a model whose
-    stand-alone code can't be made, for too little text or memory, for a knee without calibration, and for a loss that
-    rises by more than `max_loss_increase` nats; FileExistsError for a destination that may not be replaced, is the
-    working directory, or holds the source or the text; OSError, naming the file, for a failed read or write. After an
-    error nothing is written.
+    stand-alone code can't be made, for too little text or memory, for an argument of the calibration without one, and
+    for a loss that rises by more than `max_loss_increase` nats; FileExistsError for a destination that may not be
+    replaced, is the working directory, or holds the source or the text; OSError, naming the file or checkpoint, for a
+    failed read, write or download. After an error nothing is written.
 
     >>> report = qk.convert_checkpoint("llama", "converted", "qk_norm", calibration=texts, method="moments")
     >>> report.scheme.q

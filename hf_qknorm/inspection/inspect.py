@@ -52,7 +52,8 @@ def inspect_model(
     eighth of the sequences: in all this takes about four forward passes.
 
     Raises ValueError for a model that can't be patched, data with fewer than 16 tokens to predict, a cap that is not a
-    finite number > 0, a length that is not possible, and logits that are not finite.
+    finite number > 0, a length that is not possible, and logits that are not finite. Raises FileNotFoundError for a
+    path that is not there.
 
     >>> found = qk.inspect_model(model, texts, max_tokens=1024)
     >>> found.base.kl, found.scheme is None, found.tokens <= 1024

@@ -144,8 +144,8 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
     A folder gets the file `modeling_qknorm.py`, and the `auto_map` in its config.json that names the file's classes.
     A model in memory is marked: every later `save_pretrained` or `push_to_hub` includes both.
 
-    Raises ValueError if the checkpoint is not patched, TypeError for a wrapped model, and FileNotFoundError for a
-    folder without a config.json.
+    Raises ValueError if the checkpoint is not patched or its scheme changes nothing, TypeError for a wrapped model, and
+    FileNotFoundError for a folder without a config.json.
 
     >>> qk.patch_model(model, scheme="qk_norm_cap").save_pretrained("out")
     >>> qk.add_standalone("out")

@@ -50,8 +50,9 @@ class QKClip(TrainerCallback):
     The optimiser must step the model's own weights: from fp32 copies it would overwrite the clipped weights.
 
     Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
-    kind, or that norms both queries and keys, so that logits do not depend on the size of the weights; and for a
-    threshold that is not positive. Source: Kimi K2 (arXiv 2507.20534).
+    kind, or that norms both queries and keys (in latent attention queries alone), so that logits do not depend on the
+    size of the weights; for a threshold that is not positive; and in the first pass for tensor parallelism. Source:
+    Kimi K2 (arXiv 2507.20534).
     """
 
     def __init__(self, model: Any, threshold: float = 100.0) -> None:

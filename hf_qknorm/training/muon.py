@@ -60,8 +60,9 @@ class MuonClip(Optimizer):
     Works with gradient accumulation, mixed precision and DDP. For FSDP2 the Trainer makes the optimiser itself: patch
     the model, and pass `optimizer_cls_and_kwargs=(lambda: qk.MuonClip, {"arguments": arguments})`.
 
-    Raises ValueError for DeepSpeed, for a model without a trainable linear layer, and as `QKClip` does; in the first
-    step for fused projections or experts that are sharded. Source: Kimi K2 (arXiv 2507.20534).
+    Raises TypeError for a model that is not transformers'. Raises ValueError for DeepSpeed, for a model without a
+    trainable linear layer, and as `QKClip` does; in the first step for fused projections or experts that are sharded.
+    Source: Kimi K2 (arXiv 2507.20534).
     """
 
     def __init__(self, model: Any, arguments: Any, threshold: float | None = 100.0, momentum: float = 0.95) -> None:
