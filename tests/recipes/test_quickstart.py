@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from hf_qknorm import Scheme
+
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
@@ -51,6 +53,8 @@ def test_stored_outputs_are_small_and_clean():
     text = re.sub(r'"image/png": "[^"]*"', "", NOTEBOOK.read_text(encoding="utf-8"))
     assert not re.search(r"Warning|[A-Z]:\\|/(tmp|home|root|Users|var|usr)/", text)
     assert re.fullmatch(LOADED, streams(notebook, "stdout"))
+    schemes = ", ".join(re.findall(r"\bScheme\((\w+=[^()]*)\)", text))
+    assert set(re.findall(r"(\w+)=", schemes)) == vars(Scheme()).keys()  # those of the present version
 
 
 def test_links_lead_to_files():
