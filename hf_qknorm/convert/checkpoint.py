@@ -65,8 +65,8 @@ def plan_conversion(
 ) -> Plan:
     """Return the plan of `convert_checkpoint` with these arguments.
 
-    Nothing is written, and of the weights only headers are read. Raises what `convert_checkpoint` raises before it
-    reads weights; `calibration` is tried if it is the source of a text.
+    Nothing is written, and of the weights only headers are read. Raises the errors of `convert_checkpoint`
+    that come before it reads weights. `calibration` is tried if it is the source of a text.
 
     >>> print(qk.plan_conversion("llama", "converted", "qk_norm"))  # doctest: +ELLIPSIS
     source      llama (llama, ... parameters)

@@ -40,7 +40,7 @@ class Calibration:
     without a language-modelling head; of an encoder of images `tokens` and `judged` count images, and `length` is None.
 
     The method "measured" stands for a measurement of the patched model alone, as after training: `base`, `ones` and
-    what else describes the unpatched model are None. `weights` has digests of the measured weights by tensor
+    all else that describes the unpatched model are None. `weights` has digests of the measured weights by tensor
     (`hf_qknorm.model.record`). `stale` is whether the model beside the report has other weights, or another scheme.
 
         >>> report = qk.calibrate(qk.patch_model(model, "qk_norm"), texts)

@@ -28,7 +28,7 @@ Shape = Literal["linear", "cosine"]
 
 
 def set_blend(model: nn.Module, blend: float) -> None:
-    """Set how far the scheme of a patched model is in, norms and cap: from 0 (as unpatched) to 1 (the whole scheme).
+    """Set the share of a patched model's scheme that acts, norms and cap: 0 (as unpatched) to 1 (the whole scheme).
 
     The blend is a buffer of the norms, which checkpoints hold. 1 ends the blend: the buffers are removed from the
     model, its config and later checkpoints.
@@ -137,7 +137,7 @@ class BlendSchedule(_BlendSchedule):
         >>> trainer.add_callback(schedule)
 
     Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an unknown `shape`; when training begins,
-    for a second BlendSchedule, `load_best_model_at_end`, and what `set_blend` refuses.
+    for a second BlendSchedule, `load_best_model_at_end`, and where `set_blend` does.
     """
 
     noun = "blend"
@@ -158,7 +158,7 @@ class CapSchedule(_BlendSchedule):
         [0.0, 0.146, 0.5, 1.0]
 
     Raises ValueError for a `share` that is not in (0, 1], `steps` below 1 and an unknown `shape`; when training begins,
-    for a second CapSchedule, `load_best_model_at_end`, and what `set_cap` refuses.
+    for a second CapSchedule, `load_best_model_at_end`, and where `set_cap` does.
     """
 
     noun = "cap's blend"

@@ -45,8 +45,8 @@ class KneeSchedule(Schedule):
 
     Raises ValueError for a `share` that is not in (0, 1], `steps` below 1, an `after` outside of [0, 1) or with which
     the schedule passes the end of the run, and an invalid `target`; when training begins, for a second KneeSchedule, a
-    model with the knee `target`, DeepSpeed, adapters, `load_best_model_at_end`, what `set_knee` refuses, and a
-    checkpoint of a run without a KneeSchedule.
+    model with the knee `target`, DeepSpeed, adapters, `load_best_model_at_end`, a checkpoint of a run without a
+    KneeSchedule, and where `set_knee` does.
     """
 
     noun = "knee"
