@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.logits import measure, visible_keys
 from hf_qknorm.measure.watchable import block_outputs, watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, head_norms
@@ -93,8 +94,10 @@ def logit_statistics(model: Any, cap: float | None = None) -> AbstractContextMan
         >>> bool(max(layer.max_logit.max() for layer in statistics.values()) > 0)
         True
 
-    Raises ValueError for a model without an attention layer of a known family.
+    Raises ValueError for a model without an attention layer of a known family, and a cap that is not finite and > 0.
     """
+    if cap is not None:
+        check_positive(cap, "cap")
     return watched_layers(model, PassFilter(), cap)
 
 

@@ -178,6 +178,12 @@ def test_shares_are_those_of_logits_before_the_cap(family):
         assert (statistics[name].over_half > statistics[name].over_cap).all()
 
 
+@pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])
+def test_an_impossible_cap_is_refused(cap):
+    with pytest.raises(ValueError, match="cap is .*, expected a finite number > 0"):
+        logit_statistics(tiny_model("llama"), cap)
+
+
 def test_watching_ends_and_changes_nothing():
     model = patch_model(tiny_model("llama"), "qk_norm_cap")
     batch = tokens(2, 20)
