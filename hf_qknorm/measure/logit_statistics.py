@@ -129,7 +129,7 @@ class PassFilter:
     def __init__(self, selects: Callable[[nn.Module], bool] | None = None) -> None:
         self.selects = selects
         self.watching = False
-        self.masks: list[list[Tensor | None]] = []  # of nested models: their own, and their encoder's
+        self.masks: dict[nn.Module, list[Tensor | None]] = {}  # of nested models: their own, and their encoder's
 
     def observe(self, model: nn.Module, observers: Mapping[str, Any]) -> list[Callable[[], Any]]:
         """Add the observers to the layers of these names, and hook all transformers models.
@@ -148,16 +148,18 @@ class PassFilter:
         return undo
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if module in self.masks:  # KeyboardInterrupt ended its last pass, without a call of `leave`
+            self.masks.clear()
         if not self.masks:
             self.watching = self.selects is None or self.selects(module)
         if args and kwargs.get("attention_mask") is None:
             kwargs = kwargs | inspect.signature(type(module).forward).bind_partial(module, *args).arguments
         masks = (kwargs.get(name) for name in ("attention_mask", "encoder_attention_mask"))
         # a mask of four dimensions holds the visible keys, not the padding
-        self.masks.append([x.detach() if isinstance(x, Tensor) and x.dim() == 2 else None for x in masks])
+        self.masks[module] = [x.detach() if isinstance(x, Tensor) and x.dim() == 2 else None for x in masks]
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.masks.pop()
+        self.masks.pop(module, None)
         if not self.masks:
             self.watching = False
 
@@ -166,7 +168,7 @@ class PassFilter:
 
         Tokens in front of the mask, such as those of an image, are none. With `encoder` they are the encoder's.
         """
-        mask = self.masks[-1][encoder] if self.masks else None
+        mask = next(reversed(self.masks.values()))[encoder] if self.masks else None
         if mask is None or (encoder and mask.shape[1] != length):
             return None
         real = mask[:rows, -length:].to(device).bool()

@@ -71,6 +71,7 @@ class QKClip(TrainerCallback):
     def watch(self) -> None:
         """Observe the logits from now on, as after construction, beside other observers."""
         self.remove()
+        self.largest.clear()  # of a step that an exception ended
         self.undo = self.passes.observe(self.model, dict.fromkeys(self.layers, self._observe))
 
     def remove(self) -> None:

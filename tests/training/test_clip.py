@@ -215,6 +215,27 @@ def test_the_trainer_clips_as_a_bare_loop_does(tmp_path):
     assert all(layer.observers == () for layer in patched_layers(model).values())
 
 
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_an_interrupted_pass_neither_ends_the_watch_nor_counts_in_the_next_run():
+    model = made("llama")
+    clip, batch = QKClip(model, threshold=1.0), make_batch("plain")
+    hook = model.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(**batch)
+    hook.remove()
+    assert clip.largest
+    clip.watch()
+    assert not clip.largest
+    with torch.no_grad():
+        model(**batch)
+    assert not clip.largest
+    model(**batch)
+    assert clip.largest.keys() == patched_layers(model).keys()
+
+
 @pytest.mark.parametrize("overflow", [math.inf, math.nan])
 def test_heads_with_logits_that_overflowed_are_unchanged(overflow):
     """A factor of threshold / ∞ would set their weights to zero, where the gradient scaler skips the step."""
