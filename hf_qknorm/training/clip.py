@@ -50,9 +50,11 @@ class QKClip(TrainerCallback):
     The optimiser must step the model's own weights: from fp32 copies it would overwrite the clipped weights.
 
     Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
+    Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
     kind, or that norms both queries and keys (in latent attention queries alone), so that logits do not depend on the
-    size of the weights; for a threshold that is not positive; and in the first pass for tensor parallelism. Source:
-    Kimi K2 (arXiv 2507.20534).
+    size of the weights; for a threshold that is not positive; when training begins, for a Trainer of another model, as
+    its `model_init` makes, and for adapters that were added since; and in the first pass for tensor parallelism.
+    Source: Kimi K2 (arXiv 2507.20534).
     """
 
     def __init__(self, model: Any, threshold: float = 100.0) -> None:
@@ -136,6 +138,13 @@ class QKClip(TrainerCallback):
         return {name: largest for name, largest in found if bool((largest > self.threshold).any())}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        modules = {*kwargs["model"].modules()}
+        if other := next((name for name, layer in self.layers.items() if layer not in modules), None):
+            raise ValueError(
+                f"{other} is no layer of the model that the Trainer trains, and QKClip would clip another model: give "
+                "the Trainer the model of QKClip itself, without model_init"
+            )
+        attention_head_weights(self.model)  # raises for adapters that were added since
         self.watch()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from transformers import PreTrainedModel
@@ -234,6 +235,17 @@ def test_an_interrupted_pass_neither_ends_the_watch_nor_counts_in_the_next_run()
     assert not clip.largest
     model(**batch)
     assert clip.largest.keys() == patched_layers(model).keys()
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in PEFT
+def test_the_trainer_refuses_another_model_and_later_adapters(tmp_path):
+    model, other = made("llama"), made("llama")
+    with pytest.raises(ValueError, match="no layer of the model that the Trainer trains"):
+        trainer(model, tmp_path, QKClip(other)).train()
+    clip = QKClip(model)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match=r"q_proj is a peft.*Merge adapters first"):
+        trainer(adapted, tmp_path, clip).train()
 
 
 @pytest.mark.parametrize("overflow", [math.inf, math.nan])
