@@ -114,6 +114,7 @@ def watched_layers(
             hook = _hook_projections if layer.has_own_norms else _hook_norms
             hook(layer, watchers[name], stack)
             _hook_outputs(block_outputs(model, name), watchers[name], stack)
+            stack.callback(layer.register_forward_pre_hook(watchers[name].begin, with_kwargs=True).remove)
         for undo in passes.observe(model, watchers):
             stack.callback(undo)
         yield collected
@@ -191,7 +192,10 @@ class _Watcher:
         self.name, self.collected, self.passes, self.cap, self.rows = name, collected, passes, cap, rows
         self.lengths: dict[str, Tensor] = {}
         self.tokens = (-1, -1)  # of the present pass: sequences, and their length
-        self.queries = 0
+        self.across = False  # whether the present call is cross-attention
+
+    def begin(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.across = kwargs.get("key_value_states") is not None
 
     @torch.no_grad()
     def before_norm(self, name: str, x: Tensor, norm: HeadNorm | None = None) -> None:
@@ -206,9 +210,7 @@ class _Watcher:
         beyond = torch.full_like(square, torch.nan)
         if norm is not None and norm.knee and not norm.bypass:
             beyond = beyond_knee(norm, y).to(square.dtype)
-        self.queries = x.shape[1] if name == "q_norm" else self.queries
-        across = name in ("k_norm", "v_norm") and 0 < self.queries != x.shape[1]
-        real = self.passes.real(self.rows, x.shape[1], x.device, encoder=across)
+        real = self.passes.real(self.rows, x.shape[1], x.device, encoder=self.across and name in NORM_NAMES[1:])
         weight = torch.ones_like(square) if real is None else real[..., None].to(square.dtype).expand_as(square)
         values = torch.stack([weight, square, beyond])
         self.lengths[name] = torch.where(weight > 0, values, 0.0).sum((1, 2))
@@ -227,7 +229,7 @@ class _Watcher:
     ) -> None:
         if not self.passes.watching:
             return
-        if "v_norm" not in self.lengths:  # a model with its own norms, and values of another width
+        if "v_norm" not in self.lengths and not self.across:  # own norms, or values of another width; not cached ones
             self.before_norm("v_norm", v[:, :, -q.shape[2] :].transpose(1, 2))
         batch, rows, self.tokens = q.shape[0], self.rows, (q.shape[0], q.shape[2])
         q, k = q[:rows], k[:rows]

@@ -244,7 +244,7 @@ def test_packed_sequences_are_separate():
 
 
 @pytest.mark.parametrize("model_type", ["t5", "git"])
-@pytest.mark.parametrize("length", [4, 15])
+@pytest.mark.parametrize("length", [4, 12, 15])
 def test_the_padding_of_an_encoder_and_behind_an_image_does_not_count(model_type, length):
     source, target = tokens(2, 12), tokens(2, length, seed=1)
     padded, cut = torch.ones_like(source), source[:, :7]
@@ -262,6 +262,21 @@ def test_the_padding_of_an_encoder_and_behind_an_image_does_not_count(model_type
     for name, entry in found[1].items():
         torch.testing.assert_close(found[0][name].rms_q, entry.rms_q)
         torch.testing.assert_close(found[0][name].rms_k, entry.rms_k)
+        torch.testing.assert_close(found[0][name].rms_v, entry.rms_v)
+
+
+def test_cached_values_of_an_encoder_count_once():
+    model = patch_model(T5ForConditionalGeneration(tiny_config("t5")).eval(), "qk_norm")
+    ids = tokens(2, 12)
+    with torch.no_grad(), logit_statistics(model) as once:
+        model(input_ids=ids, decoder_input_ids=tokens(2, 1))
+    with logit_statistics(model) as seen:
+        model.generate(ids, min_new_tokens=3, max_new_tokens=3, do_sample=False, decoder_start_token_id=0)
+    across = [name for name in once if "EncDec" in name]
+    assert across
+    for name in across:
+        assert len(seen[name].entropies) == 3
+        torch.testing.assert_close(seen[name].rms_v, once[name].rms_v)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # renamed in v6
