@@ -30,8 +30,8 @@ class LogitMonitor(TrainerCallback):
     and the norms of the gradients of the projections to q and k after clipping; per layer, the rms of the outputs of
     attention and of the MLP, the largest gain of the norms of queries and keys, of a scheme or of the model itself
     (Qwen3), and the bound that they set on |logit|.
-    Recomputed and evaluation passes do not count. In sampled steps compiled models run eagerly, and kernels run
-    without norm and RoPE in them.
+    Recomputed and evaluation passes do not count, nor does generation in training mode (GRPO). In sampled steps
+    compiled models run eagerly, and kernels run without norm and RoPE in them.
 
     A sample goes to `last`, to the Trainer's loggers (`attach`), and to `path`, a JSONL file that `hf-qknorm monitor`
     draws and a resumed run continues. A warning per layer names the heads with a |logit| over `limit` (default: twice
@@ -149,7 +149,9 @@ class LogitMonitor(TrainerCallback):
     def _finish(self, sampler: LogitSampler, step: int) -> LogitSample | None:
         sample = sampler.sample(step)
         if sample is None:
-            logger.warning(f"LogitMonitor saw no forward pass in training mode in step {step}: nothing is recorded")
+            logger.warning(
+                f"LogitMonitor saw no forward pass in training mode with gradients in step {step}: nothing is recorded"
+            )
             return None
         self.last = sample
         if is_first_rank():

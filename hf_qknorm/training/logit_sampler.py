@@ -31,6 +31,8 @@ UNSEEN = {"rms_k": "k_norm", "rms_out": "out", "rms_mlp": "mlp"}  # what a layer
 class LogitSampler:
     """Watches the first forward pass of a model in the mode `training`, by default its present mode.
 
+    In training mode, passes without gradients do not count: trainers such as GRPO's generate in it.
+
     An unpatched model has the scheme "none" until `close()`. Gains and bounds are measured at the start.
 
     A `compiled` model runs eagerly until `close()`: a compiled program ignores new hooks, and another program would be
@@ -50,7 +52,11 @@ class LogitSampler:
             whole = has_whole_parameters(model)
             self.gains = largest_gains(model) if whole else {}
             self.bounds = logit_bounds(model) if whole else {}
-            first = PassFilter(lambda model: model.training == training and not self.found)
+            first = PassFilter(
+                lambda model: (
+                    model.training == training and (torch.is_grad_enabled() or not training) and not self.found
+                )
+            )
             self.found = stack.enter_context(watched_layers(model, first, rows=rows))
             modules = list(model.modules())  # compiled in place, or in a wrapper
             if compiled or any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):

@@ -123,6 +123,8 @@ def test_other_passes_do_not_count(reentrant):
         model.eval()
         model(**other)  # an evaluation, or a generation
         model.train()
+        with torch.no_grad():
+            model(**other)  # a generation of GRPO's trainer
         model(**batch).loss.backward()
         with torch.no_grad():
             model(**other)  # the next micro-batch
