@@ -235,6 +235,8 @@ def _as_llama(model: Any) -> PreTrainedModel:
         for norm_name, norm in head_norms(layer).items():
             assert norm.weight is not None
             norm.weight.data.copy_(model.get_submodule(f"{name}.{norm_name}").weight)
+    for name, parameter in llama.named_parameters():
+        parameter.requires_grad_(model.get_parameter(name).requires_grad)
     llama.generation_config = model.generation_config
     llama.config._name_or_path = llama.name_or_path = model.name_or_path
     mark_in_memory(llama)

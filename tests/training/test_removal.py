@@ -49,10 +49,15 @@ def test_a_qwen3_keeps_its_settings_and_is_measured_without_dropout():
     model = qwen3(attn_implementation="eager", attention_dropout=0.5).bfloat16()
     model.name_or_path = model.config._name_or_path = "me/qwen3"
     model.config.dtype, model.generation_config.max_length = torch.float32, 7
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[1].self_attn.q_norm.requires_grad_(False)
     powers = powers_of(start_removal(model, TEXT))
     as_llama = start_removal(model.train(), TEXT)
     assert powers_of(as_llama) == powers
     assert as_llama.training
+    frozen = {name for name, p in as_llama.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert len(frozen) == 2
     assert as_llama.dtype == torch.bfloat16
     assert as_llama.config._attn_implementation == "eager"
     assert as_llama.generation_config.max_length == 7
