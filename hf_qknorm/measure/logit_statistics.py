@@ -96,9 +96,7 @@ def logit_statistics(model: Any, cap: float | None = None) -> AbstractContextMan
 
     Raises ValueError for a model without an attention layer of a known family, and a cap that is not finite and > 0.
     """
-    if cap is not None:
-        check_positive(cap, "cap")
-    return watched_layers(model, PassFilter(), cap)
+    return watched_layers(model, PassFilter(), None if cap is None else check_positive(cap, "cap"))
 
 
 @contextmanager
@@ -111,8 +109,7 @@ def watched_layers(
         layers = stack.enter_context(watchable_layers(model))
         watchers = {name: _Watcher(name, collected, passes, cap, rows) for name in layers}
         for name, layer in layers.items():
-            hook = _hook_projections if layer.has_own_norms else _hook_norms
-            hook(layer, watchers[name], stack)
+            (_hook_projections if layer.has_own_norms else _hook_norms)(layer, watchers[name], stack)
             _hook_outputs(block_outputs(model, name), watchers[name], stack)
             stack.callback(layer.register_forward_pre_hook(watchers[name].begin, with_kwargs=True).remove)
         for undo in passes.observe(model, watchers):

@@ -50,7 +50,6 @@ class QKClip(TrainerCallback):
     The optimiser must step the model's own weights: from fp32 copies it would overwrite the clipped weights.
 
     Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
-    Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
     kind, or that norms both queries and keys (in latent attention queries alone), so that logits do not depend on the
     size of the weights; for a threshold that is not positive; when training begins, for a Trainer of another model, as
     its `model_init` makes, and for adapters that were added since; and in the first pass for tensor parallelism.
