@@ -14,6 +14,7 @@ from run_log import Row
 
 BACK = 0.02  # nats above the run without a fault, at most: the run came back
 MARGINS = (0.1, 0.2, 0.3, 0.5)  # nats above an arm's best loss
+JUMP = 2.0  # nats above the loss before training, in a look
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,12 @@ def largest_logit(run: Row) -> float:
 def last_entropy(run: Row) -> float:
     """The smallest entropy of a head at the end, as a share of that of even attention."""
     return float(run["way"][-1][3])
+
+
+def jumped(run: Row) -> bool:
+    """Whether a held-out loss during the run was more than `JUMP` above that before training."""
+    (_, start, *_), *looks = run["way"]
+    return any(not loss <= start + JUMP for _, loss, *_ in looks)
 
 
 def fall(run: Row, half: int, after: int) -> float:
@@ -183,6 +190,8 @@ def conclusions(arms: dict[str, Grid]) -> list[str]:
         order = sorted(arms, key=lambda arm: means[arm] if math.isfinite(means[arm]) else math.inf)
         losses = "; ".join(f"{arm} {means[arm] - loss:+.2f}" for arm in order)
         found.append(f"- At {rate:g}, above the unpatched model's best ({loss:.3f} at {usual:g}): {losses}.")
+        counts = "; ".join(f"{arm} {sum(map(jumped, g.runs[rate]))} of {g.seeds}" for arm, g in arms.items())
+        found.append(f"- Runs at {rate:g} whose loss jumped by more than {JUMP:g} nats in a look: {counts}.")
     steady = sorted(arms, key=lambda arm: statistics.fmean(arms[arm].sensitivities()))
     found.append(f"- From the least sensitive to the rate to the most: {'; '.join(steady)}.")
     found.append(

@@ -14,6 +14,7 @@ from typing import Any
 import continued_run
 import pytest
 from continued_arms import ARMS, STARTS, Start
+from continued_page import Grid, conclusions
 from continued_plots import STYLES
 from continued_run import SIZES, Sources, prepare, run_one
 
@@ -70,6 +71,14 @@ def test_the_recipe_writes_every_arm_fault_and_precision(recipe, text, tmp_path,
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     recipe.main(command)  # all is done: the same page
     assert (tmp_path / "out.md").read_text() == page
+
+
+def test_runs_whose_loss_jumped_are_counted():
+    losses = [5.9, 6.1, math.nan]
+    runs = [{"way": [[0, 4.0, 9.0, 0.1], [1, loss, 9.0, 0.1]], "losses": [4.0], "held_out": 3.0} for loss in losses]
+    assert "- Runs at 0.001 whose loss jumped by more than 2 nats in a look: unpatched 2 of 3." in conclusions(
+        {"unpatched": Grid({1e-3: runs})}
+    )
 
 
 def test_every_arm_has_a_style():
