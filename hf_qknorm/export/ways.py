@@ -44,10 +44,13 @@ def serving_ways(src: str | os.PathLike[str]) -> list[Way]:
         biased = (
             "refused: it drops the position bias" if "the position bias" in lost else "exact, or refused at the start"
         )
-        sglang = f"refused: it drops {lost[0]}" if lost else "exact by its source, not run; windows are refused"
         own_code = (folder / CODE_FILE).is_file()
         trust = " --trust-remote-code" if own_code else ""  # else vLLM takes the package, by its plugin
-        sglang = sglang if own_code else "refused: it needs the model's code beside the weights (add_standalone)"
+        sglang = "exact by its source, not run; windows are refused"
+        if lost:
+            sglang = f"refused: it drops {lost[0]}"
+        elif not own_code:
+            sglang = "refused: it needs the model's code beside the weights (add_standalone)"
         ways = [
             Way("transformers", "exact", _LOAD_CODE if own_code else _LOAD),
             _way("transformers, batched", batched, "model.generate_batch(...)"),

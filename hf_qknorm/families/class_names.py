@@ -29,12 +29,12 @@ PARTS: Final = {
 }
 
 
-def classes_of(model_type: str) -> dict[str, Any]:
-    """Map each Auto class that loads a model type to the name of its class, or to a tuple of several."""
+def classes_of(model_type: str) -> dict[str, tuple[str, ...]]:
+    """Map each Auto class that loads a model type to the names of its classes, nearly always one."""
     found = {auto: names[model_type] for auto, names in AUTO_CLASSES.items() if model_type in names}
     if model_type in PARTS:
         found["AutoModelForCausalLM"] = AUTO_CLASSES["AutoModelForCausalLM"][PARTS[model_type]]
-    return found
+    return {auto: (names,) if isinstance(names, str) else names for auto, names in found.items()}
 
 
 def types_of(architecture: str) -> set[str]:

@@ -44,5 +44,5 @@ def add_model_types(modeling_auto: Any) -> None:
         if model_type in MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS:
             MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS.add(derived_type)
         for auto, own in classes_of(model_type).items():  # of several classes, transformers selects by `architectures`
-            derived_names = f"{PREFIX}{own}" if isinstance(own, str) else tuple(f"{PREFIX}{x}" for x in own)
-            AUTO_CLASSES[auto][derived_type] = derived_names
+            first, *others = (f"{PREFIX}{name}" for name in own)
+            AUTO_CLASSES[auto][derived_type] = (first, *others) if others else first

@@ -150,8 +150,7 @@ def card_data(path: Path, config: Any, report: Calibration | None, name: str, ba
 def auto_class(config: Any) -> str:
     """Return the Auto class that loads the model with its head; `AutoModel` if no other does."""
     architecture = str((config.architectures or [""])[0]).removeprefix(PREFIX)
-    classes = classes_of(config.base_model_type).items()
-    found = [auto for auto, name in classes if architecture in ((name,) if isinstance(name, str) else name)]
+    found = [auto for auto, names in classes_of(config.base_model_type).items() if architecture in names]
     return next((auto for auto in found if auto in TASKS), next(iter(found), "AutoModel"))
 
 

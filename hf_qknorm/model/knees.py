@@ -122,9 +122,9 @@ def set_knee(model: nn.Module, knee: float) -> None:
     """Set the knee of a patched and calibrated model, in place, between two steps of training.
 
     Gains are rescaled so that a vector of the calibration's mean length keeps its length. Where the keys have no gain
-    (gain="scalar"), the queries' gain takes the keys' factor. A knee of 0 is final: the
-    calibration's means are removed from the model and later checkpoints. A knee of ∞ is stored as 2³⁰: the norms then
-    multiply by a constant, and `remove_norms` can fold them away.
+    (gain="scalar"), the queries' gain takes the keys' factor. A knee of 0 is final: the calibration's means are removed
+    from the model and later checkpoints. A knee of ∞ is stored as 2³⁰: the norms then multiply by a constant, and
+    `remove_norms` can fold them away.
 
     The optimizer must step the model's own weights: copies such as DeepSpeed's would overwrite the gains. PEFT's copies
     of a norm are changed too; an adapter's file does not hold the knee, so merge the adapter and save the whole model.

@@ -75,21 +75,16 @@ def auto_map(model_type: str, architectures: Iterable[str] | None = None) -> dic
     If the Auto class has several, as for DeiT's two classifiers, it is the one in `architectures`, or else the first.
     """
     classes, own = {"AutoConfig": CONFIG_MAPPING_NAMES[model_type]}, [*(architectures or ())]
-    for auto, several in _classes(model_type).items():
-        classes[auto] = next((name for name in several if f"{PREFIX}{name}" in own), several[0])
+    for auto, names in classes_of(model_type).items():
+        classes[auto] = next((name for name in names if f"{PREFIX}{name}" in own), names[0])
     return {auto: f"{Path(CODE_FILE).stem}.{PREFIX}{name}" for auto, name in classes.items()}
-
-
-def _classes(model_type: str) -> dict[str, tuple[str, ...]]:
-    """The names of the unpatched classes, one or several, for each Auto class that loads a model type."""
-    return {auto: (name,) if isinstance(name, str) else name for auto, name in classes_of(model_type).items()}
 
 
 @cache
 def standalone_code(model_type: str) -> str:
     """Return the text of the stand-alone file for a patched `model_type`."""
     config = f"{PREFIX}{CONFIG_MAPPING_NAMES[model_type]}"
-    models = [f"{PREFIX}{name}" for name in dict.fromkeys(chain(*_classes(model_type).values()))]
+    models = [f"{PREFIX}{name}" for name in dict.fromkeys(chain(*classes_of(model_type).values()))]
     bases = {name: getattr(transformers, name.removeprefix(PREFIX)) for name in models}
     types = {name: base.config_class.model_type for name, base in bases.items()}
     bundle = Bundle(_ROOTS, _REPLACED, {_FAMILIES: tuple(sorted({model_type, *types.values()}))})

@@ -47,8 +47,8 @@ def capped(model_type: str) -> str:
 def auto_class(model: PreTrainedModel) -> Any:
     """The Auto class that loads a patched model, or its own class where there is none."""
     found = classes_of(type(model).base_class.config_class.model_type)
-    names = [auto for auto, name in found.items() if name == type(model).base_class.__name__]
-    return getattr(transformers, names[0]) if names else type(model)
+    autos = [auto for auto, names in found.items() if type(model).base_class.__name__ in names]
+    return getattr(transformers, autos[0]) if autos else type(model)
 
 
 @torch.no_grad()

@@ -62,7 +62,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _liger_stays_inside() -> Iterator[None]:
     for model_type in KNOWN:
-        getattr(transformers, classes_of(model_type)["AutoModelForCausalLM"])  # its modelling file is imported
+        getattr(transformers, classes_of(model_type)["AutoModelForCausalLM"][0])  # its modelling file is imported
     with interpreted(), without_traces():
         yield
 
