@@ -123,8 +123,10 @@ class LogitMonitor(TrainerCallback):
         if self._trainer is None:
             state.log_history.append({**sample.scalars(), "epoch": state.epoch, "step": state.global_step})
             return
+        from transformers import Trainer  # slow to import, and loaded by now
+
         due = control.should_log  # `log` clears it, and the Trainer's own numbers may be due
-        self._trainer.log(sample.scalars())
+        Trainer.log(self._trainer, sample.scalars())  # TRL's own `log` would add its averages so far, and clear them
         control.should_log = due
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -38,6 +38,7 @@ from hf_qknorm.scheme import Scheme
 logger = logging.getLogger(__name__)
 
 START: Final = 2.0**-16  # the knee that a removal starts from: too small to change what a norm computes
+CHECKPOINTING: Final = ("gradient_checkpointing", "_gradient_checkpointing_func")  # what transformers sets on modules
 
 
 def start_removal(
@@ -237,6 +238,10 @@ def _as_llama(model: Any) -> PreTrainedModel:
             norm.weight.data.copy_(model.get_submodule(f"{name}.{norm_name}").weight)
     for name, parameter in llama.named_parameters():
         parameter.requires_grad_(model.get_parameter(name).requires_grad)
+    for name, module in llama.named_modules():
+        if hasattr(module, "gradient_checkpointing"):
+            own = vars(model.get_submodule(name))
+            vars(module).update((key, own[key]) for key in CHECKPOINTING if key in own)
     llama.generation_config = model.generation_config
     llama.config._name_or_path = llama.name_or_path = model.name_or_path
     mark_in_memory(llama)

@@ -154,6 +154,16 @@ def test_what_watches_the_policy_does_not_watch_the_reference(unpatched, tmp_pat
     assert first_log(run)["loss"] == pytest.approx(math.log(2), abs=1e-5)
 
 
+def test_a_sample_leaves_the_trainers_averages_to_its_own_log(unpatched, tmp_path):
+    run = made("SFT", in_memory(unpatched), tmp_path / "run", max_steps=2, logging_steps=2)
+    LogitMonitor(every=1).attach(run)
+    run.train()
+    sampled = [entry for entry in run.state.log_history if "attention/max_logit" in entry]
+    assert [entry["step"] for entry in sampled] == [1, 2]
+    assert not any("mean_token_accuracy" in entry for entry in sampled)
+    assert "mean_token_accuracy" in first_log(run)
+
+
 @pytest.mark.parametrize("source", ["folder", "memory"])
 def test_packing_with_adapters_and_checkpointing(source, unpatched, patched_folder, tmp_path):
     """The first loss is that of the texts one by one: none sees another in its row."""

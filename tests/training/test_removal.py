@@ -45,16 +45,20 @@ def test_a_qwen3_is_a_llama_with_its_norms_as_a_scheme(settings):
     assert {x.data_ptr() for x in model.parameters()}.isdisjoint(x.data_ptr() for x in as_llama.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
 def test_a_qwen3_keeps_its_settings_and_is_measured_without_dropout():
     model = qwen3(attn_implementation="eager", attention_dropout=0.5).bfloat16()
     model.name_or_path = model.config._name_or_path = "me/qwen3"
     model.config.dtype, model.generation_config.max_length = torch.float32, 7
     model.model.embed_tokens.requires_grad_(False)
     model.model.layers[1].self_attn.q_norm.requires_grad_(False)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     powers = powers_of(start_removal(model, TEXT))
     as_llama = start_removal(model.train(), TEXT)
     assert powers_of(as_llama) == powers
     assert as_llama.training
+    assert all(layer.gradient_checkpointing for layer in as_llama.model.layers)
+    assert torch.isfinite(as_llama(**TEXT[0], labels=TEXT[0]["input_ids"]).loss)
     frozen = {name for name, p in as_llama.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, p in model.named_parameters() if not p.requires_grad}
     assert len(frozen) == 2
