@@ -99,6 +99,11 @@ def fall(run: Row, half: int, after: int) -> float:
     return max(loss for step, loss in since if step) - next(loss for step, loss in since if step == 0)
 
 
+def differences(arm: str, grid: Grid, base: Grid) -> list[str]:
+    """A row of the arm's held-out losses minus another's at the same rates, paired over seeds."""
+    return [arm, *(str(Difference.of(grid.losses(rate), base.losses(rate))) for rate in grid.rates)]
+
+
 def rates_section(arms: dict[str, Grid]) -> list[str]:
     """The tables over arms and rates."""
     base = arms["unpatched"]
@@ -106,8 +111,11 @@ def rates_section(arms: dict[str, Grid]) -> list[str]:
     lines = ["Held-out loss in nats a token, mean ± standard deviation over the seeds:", ""]
     lines += table(["arm", *rates], [[arm, *(mean_cell(g.losses(x)) for x in g.rates)] for arm, g in arms.items()])
     lines += ["The same minus the unpatched model's at the same rate, paired over seeds, ± standard error:", ""]
-    apart = {arm: [Difference.of(g.losses(x), base.losses(x)) for x in g.rates] for arm, g in arms.items()}
-    lines += table(["arm", *rates], [[arm, *map(str, cells)] for arm, cells in apart.items() if arm != "unpatched"])
+    lines += table(["arm", *rates], [differences(arm, g, base) for arm, g in arms.items() if arm != "unpatched"])
+    muon = arms.get("Muon")
+    if rows := [differences(arm, g, muon) for arm, g in arms.items() if muon and arm.startswith("Muon, ")]:
+        lines += ["With Muon, minus the unpatched model's with Muon at the same rate:", ""]
+        lines += table(["arm", *rates], rows)
     lines += ["At each arm's best rate; the largest rate within a margin of its own best; sensitivity to the rate:", ""]
     head = ["arm", "best rate", "loss there", "minus unpatched's best", "ends", *(f"within {x:g}" for x in MARGINS)]
     rows = []

@@ -14,7 +14,7 @@ from typing import Any
 import continued_run
 import pytest
 from continued_arms import ARMS, STARTS, Start
-from continued_page import Grid, conclusions
+from continued_page import Grid, conclusions, rates_section
 from continued_plots import STYLES
 from continued_run import SIZES, Sources, prepare, run_one
 
@@ -79,6 +79,17 @@ def test_runs_whose_loss_jumped_are_counted():
     assert "- Runs at 0.001 whose loss jumped by more than 2 nats in a look: unpatched 2 of 3." in conclusions(
         {"unpatched": Grid({1e-3: runs})}
     )
+
+
+def test_arms_with_muon_are_held_against_muon_too():
+    def grid(*ends: float) -> Grid:
+        way = [[0, 4.0, 9.0, 0.1], [1, 3.0, 9.0, 0.1]]
+        return Grid({1e-3: [{"way": way, "losses": [4.0], "held_out": end} for end in ends]})
+
+    arms = {"unpatched": grid(3.0, 3.2), "Muon": grid(2.5, 2.6), "Muon, knee": grid(2.6, 2.9)}
+    tables = "\n".join(rates_section(arms))
+    assert tables.count("| Muon, knee | -0.350 ± 0.050 |") == 1
+    assert "with Muon at the same rate:\n\n| arm | 0.001 |\n|---|---:|\n| Muon, knee | +0.200 ± 0.100 |\n\n" in tables
 
 
 def test_every_arm_has_a_style():
