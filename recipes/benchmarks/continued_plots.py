@@ -9,7 +9,7 @@ from typing import Any
 
 from continued_page import Grid, largest_logit
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogFormatter, NullLocator
 from run_log import Row
 
 from hf_qknorm.measure.plotting import INK, save_figure
@@ -54,7 +54,8 @@ def plot_rates(arms: Mapping[str, Grid], ngrams: Mapping[str, float], path: Path
             left.axhline(loss, color="#999999", linewidth=0.8, linestyle=":")
             left.text(0.01, loss, name, transform=left.get_yaxis_transform(), fontsize=8, color=INK, va="bottom")
     left.set(ylabel="held-out loss at the end (nats a token)")
-    right.set(ylabel="largest |logit| of the run, before any cap", yscale="log")
+    right.set(ylabel="largest |logit| of the run, before any cap")
+    scale_logits(right)
     for axes in (left, right):
         axes.set(xscale="log", xlabel="learning rate")
         axes.set_xticks(next(iter(arms.values())).rates, [f"{x:g}" for x in next(iter(arms.values())).rates])
@@ -74,12 +75,19 @@ def plot_steps(arms: Mapping[str, Grid], path: Path) -> None:
                 steps, values = _medians(runs.runs[rate], index)
                 axes.plot(steps, values, color=colour, linestyle=line, linewidth=1.2, label=arm)
         column[0].set_title(f"rate {rate:g}", fontsize=9, color=INK)
-        column[1].set_yscale("log")
+        scale_logits(column[1])
         column[2].set_yscale("log")
         column[2].set_xlabel("steps")
     for row, name in zip(grid, ("held-out loss", "largest |logit|", "smallest entropy share"), strict=True):
         row[0].set_ylabel(name)
     finish(figure, list(grid.flatten()), path)
+
+
+def scale_logits(axes: Any) -> None:
+    """Give a panel of logits a logarithmic scale, with plain numbers at the ticks: it spans less than a decade."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(LogFormatter())
+    axes.yaxis.set_minor_formatter(LogFormatter())
 
 
 def _medians(runs: list[Row], index: int) -> tuple[list[int], list[float]]:
