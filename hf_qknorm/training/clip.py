@@ -52,7 +52,8 @@ class QKClip(TrainerCallback):
     Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
     kind, or that norms both queries and keys (in latent attention queries alone), so that logits do not depend on the
     size of the weights; for a threshold that is not positive; when training begins, for a Trainer of another model, as
-    its `model_init` makes, and for adapters that were added since; and in the first pass for tensor parallelism.
+    its `model_init` makes; then or in a step, for adapters that were added since; and in the first pass for tensor
+    parallelism.
     Source: Kimi K2 (arXiv 2507.20534).
     """
 
@@ -103,14 +104,17 @@ class QKClip(TrainerCallback):
 
         Returns, for layers with such a head, the factors of the heads' logits, `[H]`: 1 for heads that are unchanged.
 
-        Raises RuntimeError if a layer is no longer observed.
+        Raises RuntimeError if a layer is no longer observed, and ValueError, before it scales weights under adapters
+        that were added since.
         """
         for name, layer in self.layers.items():
             if self._observe not in getattr(layer, "observers", ()):  # unpatched layers have none
                 raise RuntimeError(f"{name} is not watched: another observer replaced QKClip's, or remove() was called")
         clipped = {}
         reshard(self.model)
-        for name, largest in self._gathered().items():
+        if gathered := self._gathered():
+            attention_head_weights(self.model)  # raises for adapters, whose checkpoints lack the weights under them
+        for name, largest in gathered.items():
             exponents, parts = self.exponents[name], self.parts[name]
             factor = torch.where(largest > self.threshold, self.threshold / largest, 1.0)
             if "k" in exponents:  # a shared key head scales the logits of all its query heads
@@ -143,7 +147,7 @@ class QKClip(TrainerCallback):
                 f"{other} is no layer of the model that the Trainer trains, and QKClip would clip another model: give "
                 "the Trainer the model of QKClip itself, without model_init"
             )
-        attention_head_weights(self.model)  # raises for adapters that were added since
+        attention_head_weights(self.model)  # as `step`, before the first one
         self.watch()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

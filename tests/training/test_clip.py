@@ -248,6 +248,18 @@ def test_the_trainer_refuses_another_model_and_later_adapters(tmp_path):
         trainer(adapted, tmp_path, clip).train()
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in PEFT
+def test_a_step_refuses_later_adapters_and_scales_nothing():
+    model = made("llama")
+    clip = QKClip(model, threshold=1e-3)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj", "q_proj"]))
+    before = copy.deepcopy(adapted.state_dict())
+    adapted(**make_batch("plain"))
+    with pytest.raises(ValueError, match=r"q_proj is a peft.*Merge adapters first"):
+        clip.step()
+    assert all(torch.equal(value, before[name]) for name, value in adapted.state_dict().items())
+
+
 @pytest.mark.parametrize("overflow", [math.inf, math.nan])
 def test_heads_with_logits_that_overflowed_are_unchanged(overflow):
     """A factor of threshold / ∞ would set their weights to zero, where the gradient scaler skips the step."""
