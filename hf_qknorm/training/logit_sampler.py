@@ -52,7 +52,7 @@ class LogitSampler:
             whole = has_whole_parameters(model)
             self.gains = largest_gains(model) if whole else {}
             self.bounds = logit_bounds(model) if whole else {}
-            first = PassFilter(
+            first = PassFilter(  # no method: a copy of the model would copy the sampler with it
                 lambda model: (
                     model.training == training and (torch.is_grad_enabled() or not training) and not self.found
                 )
