@@ -84,7 +84,7 @@ def plot_steps(arms: Mapping[str, Grid], path: Path) -> None:
 
 
 def scale_logits(axes: Any) -> None:
-    """Give a panel of logits a logarithmic scale, with plain numbers at the ticks: it spans less than a decade."""
+    """Give a panel of logits a logarithmic scale, with plain numbers at the ticks, within a decade too."""
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(LogFormatter())
     axes.yaxis.set_minor_formatter(LogFormatter())
