@@ -52,8 +52,8 @@ class QKClip(TrainerCallback):
     Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
     kind, or that norms both queries and keys (in latent attention queries alone), so that logits do not depend on the
     size of the weights; for a threshold that is not positive; when training begins, for a Trainer of another model, as
-    its `model_init` makes; then or in a step, for adapters that were added since; and in the first pass for tensor
-    parallelism.
+    its `model_init` makes; for adapters that were added since, there and in a step that clips; and in the first pass
+    for tensor parallelism.
     Source: Kimi K2 (arXiv 2507.20534).
     """
 
@@ -104,8 +104,8 @@ class QKClip(TrainerCallback):
 
         Returns, for layers with such a head, the factors of the heads' logits, `[H]`: 1 for heads that are unchanged.
 
-        Raises RuntimeError if a layer is no longer observed, and ValueError, before it scales weights under adapters
-        that were added since.
+        Raises RuntimeError if a layer is no longer observed, and ValueError, with the weights unchanged, for a clip in
+        a model that has adapters by now.
         """
         for name, layer in self.layers.items():
             if self._observe not in getattr(layer, "observers", ()):  # unpatched layers have none

@@ -76,7 +76,8 @@ class LogitMonitor(TrainerCallback):
         """Add the monitor to a Trainer and its loggers; returns the monitor.
 
         A callback has no reference to its Trainer: with `callbacks=[monitor]` alone, the numbers go to the Trainer's
-        `log_history` and to `path`, but not to the loggers in `report_to`.
+        `log_history` and to `path`, but not to the loggers in `report_to`. A subclass's own
+        `Trainer.log` is not called: TRL's would mix its averages in.
         """
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
