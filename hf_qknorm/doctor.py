@@ -13,13 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.attend.implementations import TRITON, Choice, choose
-from hf_qknorm.files.cache_folder import folder
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.error_budget import Verdict, verdict
-from hf_qknorm.ops.trust import first_use
 from hf_qknorm.ops.types import Call, Heads, Options, Visible
 from hf_qknorm.patch import patch_model
 from hf_qknorm.scheme import Scheme
@@ -37,7 +34,6 @@ def find_machine() -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     yield from _devices()
     yield from _compilers()
-    yield _cache_folder()
     yield from _attention(device)
     yield check_attention(device)
 
@@ -68,14 +64,6 @@ def _compilers() -> Iterator[Finding]:
     yield Finding("C++ compiler", f"{compiler or 'none'} (for attention and torch.compile on a CPU, and for Triton)")
 
 
-def _cache_folder() -> Finding:
-    """The folder of compiled kernels and verdicts, or why nothing is loaded from there."""
-    try:
-        return Finding("cache folder", f"{folder()}, for compiled kernels and for verdicts on kernels")
-    except (OSError, RuntimeError) as error:  # of another user, or no home
-        return Finding("cache folder", f"not used: {error}", "note")
-
-
 def _attention(device: torch.device) -> Iterator[Finding]:
     """Which implementation serves a capped model on the device, as the attention functions select it, and why."""
     try:
@@ -96,21 +84,13 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     yield _cpu_kernels()
     if device.type == "cuda" and reason is None:
         yield Finding("untested", UNTESTED_KERNELS, "note")
-    yield _first_use(device)
 
 
 def _cpu_kernels() -> Finding:
     """Whether the C++ kernels are there; they are compiled if they were not before."""
-    reason = cpu_kernels.why_not_here()
+    reason = build.why_not()
     text = f"runs {build.name()}" if reason is None else f"can't run here: {' '.join(reason.split())}"
     return Finding("hf_qknorm_cpu", text, "ok" if reason is None else "note")
-
-
-def _first_use(device: torch.device) -> Finding:
-    """Whether kernels are checked when they are first used."""
-    if not first_use.is_checked(device, "attention" if device.type == "cuda" else "cpu"):
-        return Finding("first use", f"checks nothing, because of {first_use.SWITCH}=0", "note")
-    return Finding("first use", "checks the kernels")
 
 
 def _chosen(device: torch.device, dtype: torch.dtype, head_dim: int) -> Choice:

@@ -14,7 +14,6 @@ from hf_qknorm.attend import functions
 from hf_qknorm.families import Family, check_scheme, family_of
 from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.causality import causality, check_causality
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_config
 from hf_qknorm.model.configs import check_names, derived_architectures
@@ -79,7 +78,6 @@ def patch_model(
     if not scheme.pre_norm:
         check_foldable(model, family)
     backend = _backend(model, scheme, attn_implementation)
-    causal = causality(model) if family.is_causal(model.config) else None
     base_backend = model.config._attn_implementation
     configs = [(owner, patched_config(owner.config, scheme)) for owner in config_owners(model)]
     for _, config in configs if scheme.changes_nothing else ():
@@ -95,7 +93,6 @@ def patch_model(
         model.qk_norm_base_backend = base_backend
         if backend is not None:
             model.set_attn_implementation(backend)
-        check_causality(model, causal)
     except Exception:
         _remove_scheme(model)
         raise
@@ -113,6 +110,7 @@ def _backend(model: PreTrainedModel, scheme: Scheme, asked: str | None) -> str |
     backend = asked or (None if scheme.softcap is None else functions.cap_backend(model.config))
     if backend is None:
         return None
+    functions.check_mask_function(backend)
     if scheme.softcap is not None:
         functions.check_cap_backend(backend, scheme.softcap)
     return str(model.get_correct_attn_implementation(backend))

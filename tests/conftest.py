@@ -149,7 +149,7 @@ def compiled() -> None:
     """Skip without the C++ kernels; HF_QKNORM_CPU=1, as CI has it, makes that a failure."""
     from hf_qknorm.ops.cpu import build
 
-    reason = build.why_not_built()
+    reason = build.why_not()
     if reason is not None and os.environ.get("HF_QKNORM_CPU") != "1":
         pytest.skip(reason)
     assert reason is None

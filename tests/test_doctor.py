@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tomllib
 from importlib.metadata import version
@@ -17,12 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import hf_qknorm
 from hf_qknorm import cli, doctor
 from hf_qknorm.attend import functions, implementations
-from hf_qknorm.files.cache_folder import make_folder
+from hf_qknorm.model import raw_heads
 from hf_qknorm_command.findings import TESTED, check_version
 
 TOPICS = (
-    "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler", "cache folder",
-    "hf_qknorm", "hf_qknorm_triton", "hf_qknorm_cpu", "first use", "self-check",
+    "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler",
+    "hf_qknorm", "hf_qknorm_triton", "hf_qknorm_cpu", "self-check",
 )  # fmt: skip
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -52,18 +51,6 @@ def test_the_attention_is_the_one_that_the_package_selects(capsys, monkeypatch, 
     with caplog.at_level("INFO", logger="hf_qknorm"):
         _, found, _ = examined(capsys)
     assert f"hf_qknorm attention {found['hf_qknorm']['text']}" in caplog.text  # the log of the attention that ran
-
-
-def test_a_foreign_cache_folder_is_noted(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    make_folder().chmod(0o777)
-    found = doctor._cache_folder()
-    assert found.level == "note"
-    assert found.text.startswith(f"not used: {tmp_path}/hf_qknorm has mode 0777, with which other users may write to")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.delenv("HOME", raising=False)
-    monkeypatch.setattr(os, "getuid", lambda: 987654321)  # a container's user, without a home
-    assert doctor._cache_folder().text == "not used: Could not determine home directory."
 
 
 @pytest.mark.parametrize("named", ["/nowhere/c++", "nowhere g++"])
@@ -122,7 +109,7 @@ def test_wrong_numbers_and_failures_are_problems(capsys, monkeypatch):
     def failing(*arguments, **options):
         raise RuntimeError("no kernel image is\navailable")
 
-    monkeypatch.setattr(functions, "takes_raw_heads", lambda *_: False)
+    monkeypatch.setattr(raw_heads, "fused_attention", lambda *_: None)
     for function, text in {
         uncapped: f"wrong numbers on {DEVICE}",
         failing: f"attention fails in torch.float32 on {DEVICE}: RuntimeError: no kernel image is available",

@@ -1,26 +1,21 @@
-"""Calls of an attention function: transformers' arguments and masks, translated for an operator.
+"""Calls of an attention function: transformers' arguments and masks as one `Call`.
 
 A mask is boolean or additive `[B, 1 or H, T, S]`, or ranges: int32 `[B, 1, T, 2]`, where query t sees the keys from
 ranges[b, 0, t, 0] on, before ranges[b, 0, t, 1]. Neither column decreases down the rows. A query that sees nothing has
 its stop at its start or before.
-
-A trace can't look whether padding stands between a row's tokens. It gets ranges and padding in one tensor, int32
-`[B, 1, 1, 2·T + S]`: the ranges, followed by 1 for each key that is a token. `structure` then moves the tokens of each
-row together, so that ranges suffice.
-
-Nothing here imports transformers: the kernel for the Hub contains this module.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.ops.checks import check_mask
+from hf_qknorm.ops.checks import check_call, check_mask
 from hf_qknorm.ops.types import Call, Heads, Options, Visible
 
+OWN_CAP: Final = "qk_norm_own_cap"  # in the config of a model that has a cap alone, and its own forwards
 KEYS: Final = "qk_norm_keys"  # the attribute of ranges that holds S, which their shape does not
 
 # Arguments that change a result: for each its purpose, and what to do instead.
@@ -42,28 +37,54 @@ def make_call(
     module: nn.Module,
     heads: Heads,
     attention_mask: Tensor | None,
+    *,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: Any,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
 ) -> Call:
-    """The call of an operator, from the heads and the other arguments of an attention function.
+    """The call of an implementation, from the heads and the other arguments of an attention function.
 
-    Raises ValueError for arguments that no operator takes.
+    `cu_seq_lens_q` `[N + 1]` are the ends of packed sequences in the flattened batch. A `position_bias`
+    `[B or 1, H or 1, T or 1, S]` is added to the logits, and becomes part of the mask. A model's own forward passes no
+    cap: it is in the config (`own_cap`).
+
+    Raises ValueError for arguments that no implementation takes, or that do not fit.
     """
+    for name, (kind, instead) in UNSUPPORTED.items():
+        if others.get(name) is not None:
+            raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
     heads = _in_one_dtype(heads)
-    q, k, v = heads[:3]
-    refuse_unsupported(kwargs)
-    seen = structure(module, q, k, v, attention_mask, kwargs)
-    if seen.key is not k or seen.value is not v:
-        heads = heads._replace(k=seen.key, v=seen.value)
-    head_dim = q.shape[-1]
-    return Call(
-        heads if head_dim == v.shape[-1] else _pad_to_widest(heads),
-        Visible(seen.ranges, s_aux, mask=seen.mask),
-        Options(head_dim**-0.5 if scaling is None else scaling, softcap, seen.causal, seen.window, dropout),
-    )
+    q, k, v, *_ = heads
+    scale, patched = q.shape[-1] ** -0.5 if scaling is None else scaling, hasattr(module, "scheme")
+    options = Options(scale, own_cap(module) if softcap is None else softcap, dropout=dropout)
+    if attention_mask is None:
+        causal = _is_causal(module) if is_causal is None else bool(is_causal)
+        if causal and 1 < q.shape[2] < k.shape[2]:  # a static cache's first call: the rest of it is empty
+            heads = heads._replace(k=k[:, :, : q.shape[2]], v=v[:, :, : q.shape[2]])
+        # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
+        options = options._replace(causal=causal, window=sliding_window if patched else None)
+        seen = Visible(sinks=s_aux)
+    elif is_ranges(attention_mask):  # these include causality, window and padding
+        _check_ranges(attention_mask, (*q.shape[:3], k.shape[2]))
+        if not patched:  # a patched layer may attend to a part of a static cache, and checks before
+            check_keys(attention_mask, k.shape[2])
+        seen = Visible(attention_mask[:, 0], s_aux)
+    else:
+        seen = Visible(sinks=s_aux, mask=attention_mask)
+    call = Call(heads, seen, options)
+    if cu_seq_lens_q is not None:
+        call = _within_sequences(call, cu_seq_lens_q)
+    if position_bias is not None:
+        call = _biased(call, position_bias)
+    call = call if q.shape[-1] == v.shape[-1] else call._replace(heads=_pad_to_widest(call.heads))
+    check_call(*call)
+    return call
 
 
 def as_results(out: Tensor, value: Tensor) -> tuple[Tensor, None]:
@@ -71,6 +92,45 @@ def as_results(out: Tensor, value: Tensor) -> tuple[Tensor, None]:
     width = value.shape[-1]
     out = out if out.shape[-1] == width else out[..., :width]
     return out.transpose(1, 2).contiguous(), None
+
+
+def own_cap(module: nn.Module) -> float | None:
+    """The cap in the config of a layer whose own forward calls the attention function; None for a patched layer."""
+    config: Any = getattr(module, "config", None)
+    return None if hasattr(module, "scheme") else vars(config).get(OWN_CAP) if config is not None else None
+
+
+def is_ranges(mask: Tensor) -> bool:
+    """Whether a mask is ranges: no mask of keys is of integers."""
+    return mask.dtype == torch.int32
+
+
+def check_keys(mask: Tensor, keys: int) -> None:
+    """Raise ValueError for ranges that were made for another number of keys than a layer has."""
+    expected = keys if torch.compiler.is_compiling() else vars(mask).get(KEYS, keys)
+    if expected != keys:
+        raise ValueError(
+            f"the attention mask is for {expected} keys, and a layer has {keys}. Gradient checkpointing takes the "
+            "cache from layers, and with it the prefix of PEFT's prefix tuning: switch it off, or train another kind "
+            "of adapter, and without a cache"
+        )
+
+
+def span(call: Call) -> tuple[Tensor, Tensor]:
+    """The first and last + 1 of the keys that each query sees through causality and window, `[T]`."""
+    queries, keys, causal, window = call.heads.q.shape[2], call.heads.k.shape[2], *call.options[2:4]
+    own = torch.arange(queries, device=call.heads.q.device) + keys - queries
+    stop = own + 1 if causal else torch.full_like(own, keys) if window is None else own + window + 1
+    start = torch.zeros_like(own) if window is None else own - window + (1 if causal else 0)
+    return start.clamp(0, keys), stop.clamp(0, keys)
+
+
+def with_ranges(call: Call, start: Tensor, stop: Tensor) -> Call:
+    """The call with the keys from `start` to `stop` alone, `[B, T]`, of those that each query saw without a mask."""
+    first, last = span(call) if call.visible.ranges is None else call.visible.ranges.unbind(-1)
+    ranges = torch.stack([torch.maximum(first, start), torch.minimum(last, stop)], -1).to(torch.int32)
+    visible, options = call.visible._replace(ranges=ranges), call.options._replace(causal=False, window=None)
+    return call._replace(visible=visible, options=options)
 
 
 def _in_one_dtype(heads: Heads) -> Heads:
@@ -89,88 +149,9 @@ def _pad_to_widest(heads: Heads) -> Heads:
     return heads._replace(q=q, k=k, v=v)
 
 
-def refuse_unsupported(arguments: dict[str, Any]) -> None:
-    """Raise ValueError for arguments of some models' attention that would change the result."""
-    for name, (kind, instead) in UNSUPPORTED.items():
-        if arguments.get(name) is not None:
-            raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
-
-
-def is_ranges(mask: Tensor) -> bool:
-    """Whether a mask of four dimensions is ranges: no mask of keys is of integers."""
-    return mask.dtype == torch.int32 and mask.shape[-1] == 2
-
-
-def is_padded_ranges(mask: Tensor) -> bool:
-    """Whether a mask of four dimensions is ranges and padding, as in a trace."""
-    return mask.dtype == torch.int32 and not is_ranges(mask)
-
-
-def check_keys(mask: Tensor, keys: int) -> None:
-    """Raise ValueError for ranges that were made for another number of keys than a layer has."""
-    expected = keys if torch.compiler.is_compiling() else vars(mask).get(KEYS, keys)
-    if expected != keys:
-        raise ValueError(
-            f"the attention mask is for {expected} keys, and a layer has {keys}. Gradient checkpointing takes the "
-            "cache from layers, and with it the prefix of PEFT's prefix tuning: switch it off, or train another kind "
-            "of adapter, and without a cache"
-        )
-
-
-class Structure(NamedTuple):
-    """Keys and values, and which of them each query sees: by a mask, by ranges `[B, T, 2]`, or by causality and window.
-
-    `order` `[B, S]` is the original index of each reordered key; None without a new order.
-    """
-
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    ranges: Tensor | None
-    causal: bool
-    window: int | None
-    order: Tensor | None = None
-
-
-def structure(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, arguments: dict[str, Any]
-) -> Structure:
-    """Apply transformers' conventions to a call of an attention function.
-
-    It reads `sliding_window` and `is_causal` of the keyword `arguments`, and `cu_seq_lens_q` `[N + 1]`, the ends of
-    packed sequences in the flattened batch. A `position_bias` `[B or 1, H or 1, T or 1, S]`, which is added to the
-    logits, becomes part of the mask.
-    """
-    window, is_causal, boundaries = map(arguments.get, ("sliding_window", "is_causal", "cu_seq_lens_q"))
-    queries, keys = query.shape[2], key.shape[2]
-    tokens = None
-    if mask is not None and mask.dtype == torch.int32:
-        _check_ranges(mask, (*query.shape[:3], keys))
-        if not hasattr(module, "scheme"):  # a patched layer may attend to a part of a static cache, and checks before
-            check_keys(mask, keys)
-    if mask is not None and is_padded_ranges(mask):
-        mask, tokens = mask[..., : 2 * queries].reshape(-1, 1, queries, 2), mask[:, 0, 0, 2 * queries :]
-    if mask is not None and is_ranges(mask):  # these include causality, window and padding
-        seen = Structure(key, value, None, mask[:, 0], False, None)
-    elif mask is not None:
-        seen = Structure(key, value, mask, None, False, None)
-    else:
-        causal = _is_causal(module) if is_causal is None else bool(is_causal)
-        if causal and 1 < queries < keys:  # a static cache's first call: the rest of it is empty
-            key, value = key[:, :, :queries], value[:, :, :queries]
-        # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
-        seen = Structure(key, value, None, None, causal, window if hasattr(module, "scheme") else None)
-    seen = seen if boundaries is None else _within_sequences(seen, query, boundaries)
-    if arguments.get("position_bias") is not None:
-        return _biased(seen, queries, None if tokens is None else tokens[:, :keys], arguments["position_bias"])
-    return seen if tokens is None else _without_gaps(seen, tokens[:, :keys])
-
-
 def _check_ranges(mask: Tensor, full: tuple[int, int, int, int]) -> None:
-    """Raise ValueError for a mask in int32 of another form than ranges, with or without padding."""
-    *_, queries, keys = full
-    rows, width = (queries, 2) if is_ranges(mask) else (1, 2 * queries + keys)
-    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2] != rows or mask.shape[3] < width:
+    """Raise ValueError for a mask in int32 of another form than ranges."""
+    if mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2:] != (full[2], 2):
         check_mask(mask, full)  # refuses its dtype
 
 
@@ -183,64 +164,34 @@ def _is_causal(module: nn.Module) -> bool:
     return bool(own["is_causal"] if "is_causal" in own else getattr(type(config), "is_causal", True))
 
 
-def span(seen: Structure, queries: int) -> tuple[Tensor, Tensor]:
-    """The first and last + 1 of the keys that each query sees through causality and window, `[T]`."""
-    keys, window = seen.key.shape[2], seen.window
-    own = torch.arange(queries, device=seen.key.device) + keys - queries
-    stop = own + 1 if seen.causal else torch.full_like(own, keys) if window is None else own + window + 1
-    start = torch.zeros_like(own) if window is None else own - window + (1 if seen.causal else 0)
-    return start.clamp(0, keys), stop.clamp(0, keys)
-
-
-def _biased(seen: Structure, queries: int, tokens: Tensor | None, bias: Tensor) -> Structure:
-    """An additive mask: the bias of the logits for each key that a query sees, else the least number of its dtype."""
-    keys, mask = seen.key.shape[2], seen.mask
+def _biased(call: Call, bias: Tensor) -> Call:
+    """The call with an additive mask: the bias for each key that a query sees, else the least number of its dtype."""
+    (ranges, sinks, seed, mask), keys = call.visible, call.heads.k.shape[2]
     place, bias = torch.arange(keys, device=bias.device), bias[..., :keys]
     if mask is None:
-        start, stop = span(seen, queries) if seen.ranges is None else seen.ranges[:, None].unbind(-1)
+        start, stop = span(call) if ranges is None else ranges[:, None].unbind(-1)
         visible = (place >= start[..., None]) & (place < stop[..., None])
     elif mask.dtype == torch.bool:
         visible = mask
     else:
         visible = mask > torch.finfo(mask.dtype).min
         bias = bias + mask.masked_fill(~visible, 0.0)
-    visible = visible if tokens is None else visible & tokens[:, None, None].bool()
-    mask = torch.where(visible, bias, torch.finfo(bias.dtype).min)
-    return Structure(seen.key, seen.value, mask.expand(-1, -1, queries, -1), None, False, None)
+    mask = torch.where(visible, bias, torch.finfo(bias.dtype).min).expand(-1, -1, call.heads.q.shape[2], -1)
+    return Call(call.heads, Visible(None, sinks, seed, mask), call.options._replace(causal=False, window=None))
 
 
-def _without_gaps(seen: Structure, tokens: Tensor) -> Structure:
-    """Move the keys that are tokens (1 in `tokens` `[B, S]`) in front of the others, in their order.
-
-    So each query still sees a range of keys.
-    """
-    assert seen.ranges is not None
-    order = (1 - tokens).argsort(dim=-1, stable=True)
-    before = nn.functional.pad(tokens.cumsum(-1), (1, 0))
-    places = seen.ranges.flatten(1).clamp_max(tokens.shape[1]).long()
-    ranges = before.gather(-1, places).view(seen.ranges.shape).to(torch.int32)
-    index = order[:, None, :, None]  # take_along_dim would fix the length of a traced graph
-    key, value = (x.gather(2, index.expand(*x.shape[:2], -1, x.shape[3])) for x in (seen.key, seen.value))
-    return seen._replace(key=key, value=value, ranges=ranges, order=order)
-
-
-def _within_sequences(seen: Structure, query: Tensor, boundaries: Tensor) -> Structure:
-    """Hide the other packed sequences from each query."""
-    batch, length = query.shape[0], query.shape[2]
-    if length != seen.key.shape[2]:
+def _within_sequences(call: Call, boundaries: Tensor) -> Call:
+    """The call without the other packed sequences."""
+    (batch, _, length, _), mask = call.heads.q.shape, call.visible.mask
+    if length != call.heads.k.shape[2]:
         raise ValueError("hf_qknorm attention takes cu_seq_lens_q for whole sequences only, not with a filled cache")
-    place = torch.arange(batch * length, device=query.device)
+    place = torch.arange(batch * length, device=call.heads.q.device)
     ends = boundaries.to(place)
     sequence = torch.searchsorted(ends, place, right=True).view(batch, length)
-    if seen.mask is not None:
-        same, mask = sequence[:, None, :, None] == sequence[:, None, None, :], seen.mask
+    if mask is not None:
+        same = sequence[:, None, :, None] == sequence[:, None, None, :]
         mask = mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
-        return seen._replace(mask=mask)
+        return call._replace(visible=call.visible._replace(mask=mask))
     ends = torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), batch * length)])
-    row = length * torch.arange(batch, device=query.device)[:, None]
-    start, stop = ((end - row).clamp(0, length) for end in (ends[sequence], ends[sequence + 1]))
-    if seen.ranges is not None:
-        start, stop = torch.maximum(start, seen.ranges[..., 0]), torch.minimum(stop, seen.ranges[..., 1])
-    first, last = span(seen, length)
-    ranges = torch.stack([torch.maximum(start, first), torch.minimum(stop, last)], -1)
-    return seen._replace(ranges=ranges.to(torch.int32), causal=False, window=None)
+    row = length * torch.arange(batch, device=place.device)[:, None]
+    return with_ranges(call, *((end - row).clamp(0, length) for end in (ends[sequence], ends[sequence + 1])))

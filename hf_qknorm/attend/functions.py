@@ -16,25 +16,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import _active_collector
 
-from hf_qknorm.attend.calls import as_results, is_padded_ranges, is_ranges, make_call, refuse_unsupported, structure
-from hf_qknorm.attend.implementations import (
-    IMPLEMENTATIONS,
-    TRITON,
-    Implementation,
-    device_type,
-    log_once,
-    refuse,
-    run,
-)
+from hf_qknorm.attend import servers
+from hf_qknorm.attend.calls import as_results, make_call
+from hf_qknorm.attend.implementations import IMPLEMENTATIONS, Implementation, choose, log_once
 from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.attend.servers import SERVER_BACKENDS
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.checks import check_mask
+from hf_qknorm.ops import reference
 from hf_qknorm.ops.types import Heads
-from hf_qknorm.scheme import Scheme
 
-_NAMED: Final = {x.name: x for x in IMPLEMENTATIONS if x.name is not None}
+_NAMED: Final = {x.name: x for x in IMPLEMENTATIONS}
 CAP_BACKENDS: Final = (
     "hf_qknorm",
     *_NAMED,
@@ -76,6 +67,15 @@ def check_cap_backend(name: str, softcap: float) -> None:
     )
 
 
+def check_mask_function(name: str) -> None:
+    """Raise ValueError for a registered backend without a mask function: transformers would drop masks."""
+    if name in ALL_ATTENTION_FUNCTIONS.valid_keys() and name not in AttentionMaskInterface().valid_keys():
+        raise ValueError(
+            f"attn_implementation={shorten(name)} has no mask function, without which later tokens are seen: "
+            "AttentionMaskInterface.register(name, function)"
+        )
+
+
 def check_bias_backend(name: str) -> None:
     """Raise ValueError unless the backend `name` adds a model's position bias to the logits."""
     if name not in BIAS_BACKENDS:
@@ -85,18 +85,30 @@ def check_bias_backend(name: str) -> None:
         )
 
 
-def attention_function(
-    module: nn.Module, scheme: Scheme, eager: Callable[..., Any]
-) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function of the module's config; `eager` is the model's eager function.
+def attend(
+    layer: Any, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a patched layer's heads, after the cache, by the attention function of that name.
 
-    The models' eager functions have no cap: a scheme with one replaces them.
+    The models' eager functions have no cap, nor the scale of a scheme where the model computes attention inline.
     """
-    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    if scheme.softcap is not None:
-        check_cap_backend(name, scheme.softcap)
-        eager = eager_attention
-    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
+    style, capped = layer.family.style, layer.scheme.softcap is not None
+    if capped:
+        check_cap_backend(name, layer.scheme.softcap)
+    if name in SERVER_BACKENDS:
+        q = servers.for_server(layer, q, options)
+    own = not capped and not (style.inline and layer.logit_scale != layer.own_scale)
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, style.eager(layer) if own else eager_attention)
+    if function.__module__ != __name__:  # those here show the heads themselves, to serve models' own forwards, too
+        show(layer, q, k, v, mask, options)
+    found: tuple[Tensor, Tensor | None] = function(layer, q, k, v, mask, **options)
+    return found
+
+
+def show(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
+    """Show the heads `[B, H or Hk, T or S, D]` that attention gets to the layer's observers."""
+    for observer in getattr(module, "observers", ()):
+        observer(module, q, k, v, mask, options)
 
 
 def weights_wanted(options: dict[str, Any]) -> bool:
@@ -108,34 +120,20 @@ def weights_wanted(options: dict[str, Any]) -> bool:
     return bool(options.get("output_attentions")) or "attentions" in (gathered or ())
 
 
-def takes_raw_heads(module: nn.Module, heads: Heads, mask: Tensor | None, options: dict[str, Any]) -> bool:
-    """Whether the Triton kernels norm, rotate and attend for a layer: by its backend, the heads, and the mask's form.
-
-    "hf_qknorm" asks for them on CUDA, "hf_qknorm_triton" in Triton's interpreter too.
-    """
-    name: str = module.config._attn_implementation  # type: ignore[union-attr, assignment]
-    if name != TRITON.name and (name != "hf_qknorm" or device_type(heads.q) != "cuda"):
-        return False
-    ranges = mask is None or is_ranges(mask) or is_padded_ranges(mask)
-    return ranges and not weights_wanted(options) and library.why_not_fused(*heads[:3]) is None
-
-
 def best_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     """The first of `IMPLEMENTATIONS` that takes the call; `attn_implementation="hf_qknorm"`.
 
     All need memory linear in the length, and together support cap, window, sinks and dropout. For
-    `output_attentions=True`, and for the gradient of a position bias or dropout beside one, it is the eager function,
-    which holds every logit in memory.
+    `output_attentions=True` it is the eager function, which holds every logit in memory.
     """
-    bias = kwargs.get("position_bias")
-    # Reentrant checkpointing first runs without gradients: with dropout, both runs must draw the same mask.
-    biased = bias is not None and (kwargs.get("dropout") or (bias.requires_grad and torch.is_grad_enabled()))
-    if biased or weights_wanted(kwargs):
-        log_once("forms every logit in memory, for output_attentions=True, or a position bias with gradient or dropout")
+    if weights_wanted(kwargs):
+        log_once("forms every logit in memory, for output_attentions=True")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
-    return as_results(run(make_call(module, Heads(query, key, value), attention_mask, **kwargs)), value)
+    show(module, query, key, value, attention_mask, kwargs)
+    call = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
+    return as_results(choose(call).implementation.run(call), value)
 
 
 def _named(implementation: Implementation) -> Callable[..., tuple[Tensor, None]]:
@@ -146,57 +144,40 @@ def _named(implementation: Implementation) -> Callable[..., tuple[Tensor, None]]
     ) -> tuple[Tensor, None]:
         if weights_wanted(kwargs):
             raise ValueError(
-                f"attn_implementation={implementation.name!r} never forms the attention weights that "
-                'output_attentions=True asks for: call model.set_attn_implementation("hf_qknorm_eager") before, or '
-                '"hf_qknorm", which forms them when asked'
+                f'attn_implementation="{implementation.name}" never forms the weights that output_attentions=True asks '
+                'for: call model.set_attn_implementation("hf_qknorm_eager")'
             )
+        show(module, query, key, value, attention_mask, kwargs)
         call = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
-        reason = implementation.why_not(*call)
+        implementation.prepare()
+        reason = implementation.why_not(call)
         if reason is not None and kwargs.get("position_bias") is not None:
             reason = "the model adds a position bias to its logits"
-        refuse(reason, implementation)
-        return as_results(implementation.run(*call), value)
+        if reason is not None:
+            raise ValueError(
+                f'attn_implementation="{implementation.name}" can\'t serve this call: {reason}. Call '
+                'model.set_attn_implementation("hf_qknorm"), which takes the kernels only where they serve'
+            )
+        return as_results(implementation.run(call), value)
 
     return attention
 
 
 def eager_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor]:
     """`reference.attention`, with every logit in memory and weights; `attn_implementation="hf_qknorm_eager"`."""
-    refuse_unsupported(kwargs)
-    seen = structure(module, query, key, value, attention_mask, kwargs)
-    key = seen.key
-    check_mask(seen.mask, (*query.shape[:3], key.shape[2]))
-    ones = query.new_ones((*query.shape[:3], key.shape[2])) if dropout else None
+    show(module, query, key, value, attention_mask, kwargs)
+    heads, visible, options = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
+    kept = None
+    if options.dropout:
+        ones = heads.q.new_ones((*heads.q.shape[:3], heads.k.shape[2]))
+        kept = nn.functional.dropout(ones, options.dropout)
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
-        query, key = query.float(), key.float()
-    result = reference.attention(
-        query,
-        key,
-        seen.value,
-        scale=scaling,
-        softcap=softcap,
-        causal=seen.causal,
-        window=seen.window,
-        mask=seen.mask,
-        ranges=seen.ranges,
-        sinks=s_aux,
-        dropout_mask=None if ones is None else nn.functional.dropout(ones, dropout),  # torch checks the rate
-    )
-    weights = result.weights.to(value.dtype)
-    if seen.order is not None:
-        weights = torch.zeros_like(weights).scatter(-1, seen.order[:, None, None].expand_as(weights), weights)
-    return result.out.transpose(1, 2).contiguous(), weights
+        heads = heads._replace(q=heads.q.float(), k=heads.k.float())
+    result = reference.attend(heads, visible, options, kept)
+    out = result.out[..., : value.shape[-1]].transpose(1, 2)
+    return out.contiguous(), result.weights.to(value.dtype)
 
 
 REGISTERED: Final[dict[str, Callable[..., Any]]] = {

@@ -32,8 +32,8 @@ WINDOWS_KNOWN = all(
     )
 )
 GAPS = (
-    "hf_qknorm under torch.compile expects mask functions by which each query sees keys without a gap, before padding. "
-    "Pass other masks as a boolean attention_mask [B, 1, T, S]"
+    "hf_qknorm under torch.compile expects masks by which each query sees keys without a gap: no padding between the "
+    "tokens of a row. Pass other masks as a boolean attention_mask [B, 1, T, S]"
 )
 
 
@@ -51,7 +51,7 @@ def structured_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Ranges, or ranges and padding, or a boolean mask `[B, 1, T, S]`, or None where causality and window suffice.
+    """Ranges, or a boolean mask `[B, 1, T, S]`, or None where causality and window suffice.
 
     For a model that computes with its masks it is the additive mask of eager attention.
 
@@ -86,7 +86,7 @@ def structured_mask(
     if padding is not None:
         padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
     spans = _spans(None if use_vmap else mask_function, own, q_length, rows, batch_size * kv_length)
-    if spans is not None and padding is not None and not traced:
+    if spans is not None and padding is not None:
         spans = spans & read([padding[:, None, None]])
     if spans is not None and spans.conditions:
         without_gaps = torch.stack(spans.conditions).all()
@@ -97,8 +97,6 @@ def structured_mask(
     if spans is None:
         return build(**whole, **kwargs, mask_function=mask_function, use_vmap=use_vmap)
     ranges = torch.stack([x.clamp(0, kv_length).expand(batch_size, q_length) for x in spans[:2]], -1)
-    if traced and padding is not None:
-        ranges = torch.cat([ranges.flatten(1), padding.expand(batch_size, -1)], -1)[:, None]
     mask = ranges[:, None].to(torch.int32)
     if not traced:
         vars(mask)[KEYS] = kv_length

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copyreg
 import os
 from collections.abc import Callable
 from importlib import import_module
@@ -62,11 +61,6 @@ def _add_attention_functions(modeling_utils: Any) -> None:
     import_module("hf_qknorm.attend.functions")  # which registers them at its end: it may have begun this import
 
 
-def _store_without_room(caches: Any) -> None:
-    for layer in (caches.DynamicLayer, caches.DynamicSlidingWindowLayer):
-        copyreg.pickle(layer, caches.without_room)
-
-
 HOOKS: Final = (
     Hook("transformers.models.auto.modeling_auto", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
          auto_classes.add_model_types, "transformers>=5.17", wraps=False, needed=True,
@@ -86,9 +80,6 @@ HOOKS: Final = (
     Hook("transformers.modeling_utils", "PreTrainedModel.from_pretrained",
          in_memory.copy_model, "transformers>=5.17",
          reason="TRL loads the reference model by the policy's name, and gets a copy of the model in memory"),
-    Hook("hf_qknorm.attend.caches", "DynamicLayer",
-         _store_without_room, "transformers>=5.17", wraps=False,
-         reason="copies and pickles of a cache leave out its room for new tokens, by `copyreg.pickle`"),
     Hook("peft.utils.constants", "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING",
          adapters.add_targets, "peft>=0.18", wraps=False,
          reason="derived types have the default targets of their bases, in this table and the other methods' tables"),

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.measure.logits import measure, visible_keys
+from hf_qknorm.measure.logits import call_to_measure, measure
 from hf_qknorm.measure.watchable import block_outputs, watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, head_norms
 from hf_qknorm.model.knees import beyond_knee
@@ -231,9 +231,9 @@ class _Watcher:
         batch, rows, self.tokens = q.shape[0], self.rows, (q.shape[0], q.shape[2])
         q, k = q[:rows], k[:rows]
         mask = mask[:rows] if isinstance(mask, Tensor) and mask.shape[0] == batch else mask
-        seen = visible_keys(layer, q, k, mask, options, self.passes.real(rows, q.shape[2], q.device))
+        call = call_to_measure(layer, q, k, mask, options, self.passes.real(rows, q.shape[2], q.device))
         cap = self.cap or layer.softcap or CAP
-        found, even = measure(q, seen, options["scaling"], options.get("softcap"), cap)
+        found, even = measure(call, cap)
         entry = self.collected.setdefault(self.name, LogitStatistics(cap, torch.zeros_like(found.max_logit)))
         entry.max_logit = torch.maximum(entry.max_logit, found.max_logit)
         entry.entropies.append(found.entropy)

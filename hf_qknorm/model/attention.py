@@ -17,9 +17,8 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from hf_qknorm.families import FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.model.kernel_attention import QKNormAttention as QKNormAttention
+from hf_qknorm.model.layer import QKNormAttention as QKNormAttention
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm, active_copy
-from hf_qknorm.model.plain_attention import PlainAttention
 
 
 @cache
@@ -37,8 +36,8 @@ def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
         if CACHE in kwargs:
             kwargs["past_key_values"] = kwargs.pop(CACHE)
         if adapter is None:
-            return PlainAttention.forward(self, *args, **kwargs)
-        return adapter(partial(PlainAttention.forward, self), self, *args, **kwargs)
+            return QKNormAttention.forward(self, *args, **kwargs)
+        return adapter(partial(QKNormAttention.forward, self), self, *args, **kwargs)
 
     namespace = {"base_class": base, "family": family, "modelling": modelling, "forward": forward}
     return type(_class_name(family, modelling.__name__), (QKNormAttention, base), namespace | {"__module__": __name__})

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm.families.style import CACHE, FROM_5_24
 from hf_qknorm.model.attention import evaluating, patched_layers
-from hf_qknorm.model.kernel_attention import QKNormAttention
+from hf_qknorm.model.layer import QKNormAttention
 
 
 def check_continuous_batching(model: PreTrainedModel) -> None:

@@ -15,8 +15,8 @@ from hf_qknorm.families import Family
 from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
 from hf_qknorm.model.attention import QKNormAttention, attention_class, head_norms, norm_copies, patched_layers
 from hf_qknorm.model.config_checks import no_attention_error
+from hf_qknorm.model.layer import NONE
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm, initial_scalar_gain
-from hf_qknorm.model.plain_attention import NONE
 from hf_qknorm.scheme import Scheme
 
 

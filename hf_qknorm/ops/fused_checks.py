@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from hf_qknorm.ops.checks import check_call, check_heads
 from hf_qknorm.ops.norms import NORMS, SHARPNESSES
 from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
-from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, Heads, LayerCache, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, Heads, Norm, Options, Rotary, Visible
 
 _find_spec = functools.cache(importlib.util.find_spec)
 
@@ -109,57 +108,6 @@ def check_head_gradients(q: Tensor, k: Tensor | None, dq: Tensor, dk: Tensor) ->
         if x is not None and gradient.shape != x.shape:
             raise ValueError(f"{name} must be {list(x.shape)}, got {list(gradient.shape)}")
     _check_tensors(q, floating=True, dq=dq, dk=None if k is None else dk)
-
-
-def _check_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor) -> None:
-    """Raise ValueError unless new keys and values can be written to this cache."""
-    room = keys.shape[2] if keys.dim() == 4 else 0
-    wanted = (*k.shape[:2], room, k.shape[3])
-    if v.shape != k.shape or keys.shape != wanted or values.shape != wanted:
-        raise ValueError(
-            f"k {list(k.shape)} and v {list(v.shape)} do not fit a cache of keys {list(keys.shape)} and values "
-            f"{list(values.shape)}: batch, heads and head_dim must be the same"
-        )
-    if not v.dtype == keys.dtype == values.dtype == k.dtype:
-        got = f"{v.dtype}, {keys.dtype} and {values.dtype}"
-        raise ValueError(f"v, and the cache's keys and values, must have the dtype of k, {k.dtype}, got {got}")
-    for name, cache in (("keys", keys), ("values", values)):
-        strides = cache.stride()
-        shared = 0 in strides and any(
-            size > 1 and not stride for size, stride in zip(cache.shape, strides, strict=True)
-        )
-        if strides[-1] != 1 or shared:
-            raise ValueError(f"the cache's {name} must lie in dense rows of their own, got strides {strides}")
-    _check_tensors(k, floating=False, v=v, keys=keys, values=values)
-
-
-def check_step(heads: Heads, visible: Visible, options: Options, cache: LayerCache) -> None:
-    """Raise ValueError unless these are the arguments of one `fused_step`."""
-    q, k, v, q_norm, k_norm, rotary = heads
-    keys, values, filled = cache
-    check_norm_rope(q, k, q_norm, k_norm, rotary)
-    _check_cache(k, v, keys, values)
-    if filled is not None and (filled.dtype != torch.int64 or filled.numel() != 1):
-        raise ValueError(f"filled must be one number in torch.int64, got {list(filled.shape)} in {filled.dtype}")
-    if keys.shape[2] < q.shape[2]:
-        raise ValueError(f"a cache of keys {list(keys.shape)} has no room for {q.shape[2]} tokens")
-    if options.dropout > 0:
-        raise ValueError(f"a step of generation has no dropout, got {options.dropout}")
-    _check_tensors(k, floating=False, filled=filled)
-    check_attention(Heads(q, keys, values), visible, options)
-
-
-def check_room(values: dict[str, Any]) -> None:
-    """Raise IndexError for a static cache on the CPU without room for a step; on a GPU the kernel asserts it."""
-    filled, keys, q = values["filled"], values["keys"], values["q"]
-    if filled is None or filled.device.type != "cpu" or not keys.dim() == q.dim() == 4:  # refused for their shape
-        return
-    room = keys.shape[2] - q.shape[2]
-    if not bool(((filled >= 0) & (filled <= room)).all()):
-        raise IndexError(
-            f"the cache has no room for the new tokens ({q.shape[2]}): {filled.tolist()} of its {keys.shape[2]} keys "
-            "are filled"
-        )
 
 
 def _check_kernel_heads(heads: Heads) -> None:

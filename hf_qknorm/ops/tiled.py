@@ -1,133 +1,219 @@
-"""Attention in PyTorch, a block of queries at a time, with a backward pass that recomputes: CPU, MPS, any device.
-
-Memory is linear in the sequence length: the largest temporary holds the logits of one block. Half precision is
-computed in fp32 and rounded once. e^x is computed as 2^(x·log2 e), a quarter of the time on a CPU; the maximum is
-subtracted first, so that the product rounds small numbers only.
-"""
+"""Attention in PyTorch, a block of queries at a time, recomputed in backward: memory is linear in the length."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops import threads
-from hf_qknorm.ops.tiled_blocks import Problem, Share, shares
+from hf_qknorm.ops.registration import HEADS, OPTIONS, VISIBLE, Operator, differentiable
 from hf_qknorm.ops.types import Heads, Options, Visible, laid_out
 
-LOG2E = math.log2(math.e)
+ROWS: Final = 64  # queries of a block
+LOGITS: Final = 1 << 22  # of a block, at most
+
+FIELDS: Final = HEADS | VISIBLE | OPTIONS
+ATTENTION: Final = Operator("attention", FIELDS, "Tensor")
+ATTENTION_BACKWARD: Final = Operator("attention_backward", {"grad": "Tensor"} | FIELDS, "Tensor[]")
+attention = differentiable(FIELDS, (*HEADS, "sinks", "mask"), ATTENTION, ATTENTION_BACKWARD, kept=0)
 
 
-def forward(heads: Heads, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
-    """Attention output `[B, H, T, D]` (laid out as `[B, T, H, D]`), and the log-sum-exp of the logits `[B, H, T, 2]`.
+@ATTENTION.implement
+def _(*arguments: Any) -> Tensor:
+    heads, visible, options = Heads(*arguments[:3]), Visible(*arguments[3:7]), Options(*arguments[7:])
+    out, inputs = laid_out(heads.q).zero_(), _inputs(heads, visible)
+    for block in _blocks(heads, visible, options):
+        out[:, :, block.rows] = _attend(_parts(inputs, block), block, options, visible.seed)
+    return out
 
-    The log-sum-exp is the sum of its two parts, the maximum and the rest: one number would round away digits of large
-    logits that the backward pass needs. For a query without keys it is +inf.
+
+@ATTENTION.fake
+def _(q: Tensor, *_: Any) -> Tensor:
+    return laid_out(q)
+
+
+@ATTENTION_BACKWARD.implement
+def _(grad: Tensor, *arguments: Any) -> list[Tensor | None]:
+    heads, visible, options = Heads(*arguments[:3]), Visible(*arguments[3:7]), Options(*arguments[7:])
+    inputs, wide = _inputs(heads, visible), torch.promote_types(heads.q.dtype, torch.float32)
+    sums: Any = Inputs(*(x if x is None else torch.zeros_like(x, dtype=wide) for x in inputs))  # type: ignore[arg-type]
+    for block in _blocks(heads, visible, options):
+        found = _gradients(grad[:, :, block.rows], _parts(inputs, block), block, options, visible.seed)
+        for total, x in zip(_parts(sums, block), found, strict=True):
+            if total is not None and x is not None:
+                total += x
+    return [x if x is None else total.to(x.dtype) for total, x in zip(sums, inputs, strict=True)]
+
+
+@ATTENTION_BACKWARD.fake
+def _(grad: Tensor, *arguments: Any) -> list[Tensor | None]:
+    inputs = _inputs(Heads(*arguments[:3]), Visible(*arguments[3:7]))
+    return [None if x is None else torch.empty_like(x) for x in inputs]
+
+
+class Block(NamedTuple):
+    """The queries `rows`, the keys `near` that any of them sees, and the pairs of these that are `hidden`.
+
+    `hidden` is `[B or 1, H or 1, n, m]`.
     """
-    q = heads.q
-    results = laid_out(q), q.new_empty((*q.shape[:3], 2), dtype=torch.promote_types(q.dtype, torch.float32))
 
-    def attend_share(share: Share) -> None:
-        found = _forward(Problem(heads, visible, options, share))
-        _write(results, found, share, heads.k.shape[1])
-
-    threads.run([partial(attend_share, share) for share in shares(heads)], q.device)
-    return results
+    rows: slice
+    near: slice
+    hidden: Tensor
 
 
-def _forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Output `[B·Hk, G, T, D]` and log-sum-exp `[B·Hk, G, T, 2]` of a problem."""
-    out = problem.q.new_zeros(problem.q.shape)
-    lse = problem.q.new_full((*problem.q.shape[:3], 2), math.inf)
-    buffer, spare = problem.buffer(), problem.buffer()
-    for block in problem.blocks:
-        logits = problem.logits(block, buffer, spare)
-        sink = problem.sink_rows(block)
-        largest = logits.amax(-1, keepdim=True)
-        empty = problem.empty(block, largest)
-        shift = largest.clamp_min(torch.finfo(logits.dtype).min)
-        if sink is not None:
-            sink = sink.masked_fill(empty, -math.inf)  # an empty row stays empty, even where the sink is NaN
-            shift = torch.maximum(shift, sink)
-        weights = _exp_(logits.sub_(shift))
-        total = weights.sum(-1, keepdim=True)
-        total = total if sink is None else total + torch.exp(sink - shift)
-        keep = problem.keep(block)
-        weights = weights if keep is None else weights.mul_(keep)
-        rows = torch.bmm(weights, problem.span(problem.v, block))
-        problem.put(out, block, rows.div_(total.masked_fill(empty, 1.0)))
-        problem.put(lse, block, torch.cat([shift, total.log_().masked_fill_(empty, math.inf)], -1))
-    return out, lse
+def _blocks(heads: Heads, visible: Visible, options: Options) -> Iterator[Block]:
+    """The blocks of a call whose queries see any key."""
+    (q, k, *_), ranges, mask = heads, visible.ranges, visible.mask
+    (batch, count, queries, _), keys = q.shape, k.shape[2]
+    if not (q.numel() and k.numel()):
+        return
+    size = max(min(ROWS, LOGITS // (batch * count * keys)), 16)
+    for start in range(0, queries, size):
+        rows = slice(start, min(start + size, queries))
+        near = _near(rows, queries, keys, options)
+        bounds = None if ranges is None else ranges[:, rows].clamp(near.start, near.stop)
+        if bounds is not None:  # read on the host: packed sequences then cost what their lengths do
+            seen = bounds[bounds[..., 0] < bounds[..., 1]]
+            near = slice(int(seen[:, 0].amin()), int(seen[:, 1].amax())) if len(seen) else slice(0, 0)
+        if near.start < near.stop:
+            yield Block(rows, near, _hidden(rows, near, queries, keys, bounds, mask, options, q.device))
 
 
-def backward(
-    heads: Heads, visible: Visible, options: Options, grad: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of q, k, v and the sinks, from `grad` `[B, H, T, D]` and the results of `forward`."""
-    (q, k, v, *_), sinks, parts = heads, visible.sinks, shares(heads)
-    results = tuple(x.new_empty(x.shape) for x in (q, k, v))
-    # Each share's part of the sinks' gradient has a row of its own: a batch that is shared out is added up in order.
-    dsinks = lse.new_zeros((len(parts), q.shape[1]))
-
-    def differentiate(number: int, share: Share) -> None:
-        problem = Problem(heads, visible, options, share)
-        given = [problem.grouped(share.of(x, k.shape[1])) for x in (grad, out, lse)]
-        *found, flow = _backward(problem, *given)
-        _write(results, found, share, k.shape[1])
-        if flow is not None:
-            share.of(dsinks[None, number], k.shape[1]).copy_(flow.view(1, -1))
-
-    threads.run([partial(differentiate, *numbered) for numbered in enumerate(parts)], q.device)
-    dq, dk, dv = results
-    return dq, dk, dv, None if sinks is None else dsinks.sum(0).to(sinks.dtype)
+def _near(rows: slice, queries: int, keys: int, options: Options) -> slice:
+    """The keys that queries may see through causality and window."""
+    first, last, window = rows.start + keys - queries, rows.stop + keys - queries, options.window
+    low = 0 if window is None else min(max(first - window, 0), keys)
+    high = last if options.causal else keys if window is None else last + window
+    return slice(low, max(min(high, keys), low))
 
 
-def _backward(
-    problem: Problem, grads: Tensor, outs: Tensor, lses: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Gradients of a problem's q, k, v and sinks, from gradients and results in the layout of q."""
-    dq, dk, dv = (x.new_zeros(x.shape) for x in (problem.q, problem.k, problem.v))
-    dsinks = None if problem.sinks is None else torch.zeros_like(problem.sinks)
-    scale, cap = problem.options[:2]
-    first, second = problem.buffer(), problem.buffer()
-    for block in problem.blocks:
-        grad_rows, query_rows = problem.part(grads, block), problem.part(problem.q, block)
-        delta = (grad_rows * problem.part(outs, block)).sum(-1, keepdim=True)
-        slope = problem.scores(block, scale, first) if cap is None else problem.tanh_scores(block, cap, first, second)
-        weights = torch.mul(slope, cap or 1.0, out=second[: slope.numel()].view(slope.shape))
-        problem.hide(weights, block)
-        largest, rest = problem.part(lses, block).unbind(-1)
-        _exp_(weights.sub_(largest[..., None]).sub_(rest[..., None]))  # rounded as in forward, so that it cancels
-        keep = problem.keep(block)
-        dropped = weights if keep is None else weights * keep
-        problem.span(dv, block).baddbmm_(dropped.transpose(1, 2), grad_rows)
-        if cap is None:
-            slope.copy_(weights)
-        else:  # p·(1 − tanh²)
-            torch.addcmul(weights, weights, slope.mul_(slope), value=-1, out=slope)
-        torch.bmm(grad_rows, problem.span(problem.v, block).transpose(1, 2), out=weights)
-        if keep is not None:
-            weights.mul_(keep)
-        dlogits = weights.sub_(delta).mul_(slope)
-        problem.put(dq, block, torch.bmm(dlogits, problem.span(problem.k, block)))
-        problem.span(dk, block).baddbmm_(dlogits.transpose(1, 2), query_rows, alpha=scale)
-        sink = problem.sink_rows(block)
-        if sink is not None and dsinks is not None:
-            flow = torch.exp(sink - (largest + rest)[..., None]).mul_(delta).neg_()
-            flow.masked_fill_(rest[..., None] == math.inf, 0.0)
-            dsinks += flow.view(-1, problem.heads_kv, problem.group, block.shape[1], 1).sum((0, 3), keepdim=True)[0]
-    return dq.mul_(scale), dk, dv, dsinks
+def _hidden(
+    rows: slice, near: slice, queries: int, keys: int, bounds: Tensor | None, mask: Tensor | None, options: Options,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    own = torch.arange(rows.start, rows.stop, device=device)[:, None] + keys - queries
+    key = torch.arange(near.start, near.stop, device=device)
+    hidden = (key > own if options.causal else torch.zeros_like(key > own))[None, None]
+    if options.window is not None:
+        far = own - key >= options.window if options.causal else (own - key).abs() > options.window
+        hidden = hidden | far
+    if bounds is not None:
+        begin, end = bounds[:, None, :, None].unbind(-1)
+        hidden = hidden | (key < begin) | (key >= end)
+    if mask is not None:
+        here = _part_of_mask(mask, rows, near)
+        hidden = hidden | (~here if here.dtype == torch.bool else here <= torch.finfo(here.dtype).min)
+    return hidden
 
 
-def _write(results: Sequence[Tensor], found: Sequence[Tensor], share: Share, heads_kv: int) -> None:
-    """Write a share's results `[B·Hk, ...]` to their places in the call's results, `[B, H, ...]`."""
-    for whole, part in zip(results, found, strict=True):
-        place = share.of(whole, heads_kv)
-        place.copy_(part.view(place.shape))
+def _part_of_mask(mask: Tensor, rows: slice, near: slice) -> Tensor:
+    """The part of a mask `[B or 1, H or 1, T or 1, S or 1]`, which is not repeated where it has one row or key."""
+    part = mask if mask.shape[2] == 1 else mask[:, :, rows]
+    return part if part.shape[3] == 1 else part[..., near]
+
+
+class Inputs(NamedTuple):
+    """The tensors with gradients; `bias` is an additive mask."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sinks: Tensor | None
+    bias: Tensor | None
+
+
+def _inputs(heads: Heads, visible: Visible) -> Inputs:
+    mask = visible.mask
+    return Inputs(*heads[:3], visible.sinks, None if mask is None or mask.dtype == torch.bool else mask)
+
+
+def _parts(inputs: Inputs, block: Block) -> Inputs:
+    """The inputs of a block, or the sums of its gradients."""
+    (q, k, v, sinks, bias), rows, near = inputs, block.rows, block.near
+    bias = None if bias is None else _part_of_mask(bias, rows, near)
+    return Inputs(q[:, :, rows], k[:, :, near], v[:, :, near], sinks, bias)
+
+
+def _attend(inputs: Inputs, block: Block, options: Options, seed: Tensor | None) -> Tensor:
+    """Attention of a block, `[B, H, n, D]`."""
+    weights, _ = _weights(inputs, block, options)
+    if options.dropout:
+        weights = weights * dropout_factors(weights, block.rows.start, seed, options.dropout)
+    out = _matmul(_by_group(weights, inputs.k), inputs.v.to(weights.dtype))
+    return out.view(inputs.q.shape).to(inputs.q.dtype)
+
+
+def _gradients(grad: Tensor, inputs: Inputs, block: Block, options: Options, seed: Tensor | None) -> Inputs:
+    """The gradients of a block's inputs, from that of its output `[B, H, n, D]`."""
+    q, k, v, sinks, bias = inputs
+    weights, sunk = _weights(inputs, block, options)
+    grad, wide = _by_group(grad.to(weights.dtype), k), weights.dtype
+    dweights, kept = _matmul(grad, v.to(wide).mT).view(weights.shape), weights
+    if options.dropout:
+        factors = dropout_factors(weights, block.rows.start, seed, options.dropout)
+        dweights, kept = dweights * factors, weights * factors
+    delta = (weights * dweights).sum(-1)
+    dlogits = weights * (dweights - delta[..., None])
+    dbias = None if bias is None else dlogits.sum_to_size(bias.shape)
+    if (cap := options.softcap) is not None:
+        slope = 1 - torch.tanh(_products(q, k, options.scale) / cap).square()
+        dlogits = (dlogits * slope).masked_fill(block.hidden, 0.0)  # where a hidden logit may be no number
+    dlogits = _by_group(dlogits * options.scale, k)
+    dq, dk = _matmul(dlogits, k.to(wide)).view(q.shape), _matmul(dlogits.mT, _by_group(q.to(wide), k))
+    dsinks = None if sinks is None else -(sunk * delta).sum((0, 2))
+    return Inputs(dq, dk, _matmul(_by_group(kept, k).mT, grad), dsinks, dbias)
+
+
+def dropout_factors(weights: Tensor, row: int, seed: Tensor | None, rate: float) -> Tensor:
+    """0 for dropped weights `[B, H, n, m]` and 1/(1 − rate) for others, by the seed and the block's first row."""
+    assert seed is not None
+    generator = torch.Generator(weights.device).manual_seed(int(seed) + row)
+    kept = torch.rand(weights.shape, generator=generator, device=weights.device) >= rate
+    return kept.to(weights.dtype) / (1 - rate)
+
+
+def _weights(inputs: Inputs, block: Block, options: Options) -> tuple[Tensor, Tensor]:
+    """The weights `[B, H, n, m]`, and those of the sinks `[B, H, n]`; of a query that sees no key, 0."""
+    empty = block.hidden.all(-1, keepdim=True)
+    logits = _logits(inputs, block, options).masked_fill(empty, 0.0)
+    weights = torch.softmax(_with_sinks(logits, inputs.sinks), -1).masked_fill(empty, 0.0)
+    return weights[..., : logits.shape[-1]], weights[..., -1]
+
+
+def _logits(inputs: Inputs, block: Block, options: Options) -> Tensor:
+    """cap(scale·q·kᵀ) + bias, `[B, H, n, m]`, −∞ for hidden pairs."""
+    logits = _products(inputs.q, inputs.k, options.scale)
+    if (cap := options.softcap) is not None:
+        logits = torch.tanh(logits / cap) * cap
+    return (logits if inputs.bias is None else logits + inputs.bias).masked_fill(block.hidden, -math.inf)
+
+
+def _products(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """scale·q·kᵀ in fp32 at least, `[B, H, n, m]`."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (_matmul(_by_group(q.to(wide), k), k.to(wide).mT) * scale).view(*q.shape[:3], -1)
+
+
+def _matmul(a: Tensor, b: Tensor) -> Tensor:
+    """a·b in its dtype: autocast would round fp32."""
+    with torch.autocast(a.device.type, enabled=False):
+        return a @ b
+
+
+def _by_group(x: Tensor, k: Tensor) -> Tensor:
+    """`[B, H, n, m]` as `[B, Hk, H/Hk·n, m]`: the queries of a group's heads are rows of one product."""
+    return x.reshape(*k.shape[:2], -1, x.shape[-1])
+
+
+def _with_sinks(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """The logits, and behind them each head's sink."""
+    if sinks is None:
+        return logits
+    return torch.cat([logits, sinks.to(logits.dtype)[:, None, None].expand(*logits.shape[:3], 1)], -1)
 
 
 class HeadStatistics(NamedTuple):
@@ -140,39 +226,33 @@ class HeadStatistics(NamedTuple):
     over_cap: Tensor  # the pairs with |scale·q·k| over the cap
 
 
+@torch.no_grad()
 def head_statistics(heads: Heads, visible: Visible, options: Options, cap: float = 50.0) -> HeadStatistics:
-    """Measure the logits of each head, without a T×S tensor; the values are not read.
-
-    Logits are compared with `cap`, which need not be the cap that is applied to them (`options.softcap`).
-    """
-    problem = Problem(heads, visible, options)
-    shape = (problem.heads_kv, problem.group)
-    largest, entropy = problem.q.new_zeros(shape), problem.q.new_zeros(shape)
-    queries, pairs, over_half, over_cap = (entropy.new_zeros(shape, dtype=torch.int64) for _ in range(4))
-    buffer, spare = problem.buffer(), problem.buffer()
-    for block in problem.blocks:
-        b, n, w = block.shape
-        raw = problem.scores(block, options.scale, buffer).abs()
-        logits = problem.logits(block, buffer, spare)
-        seen = problem.seen(block).reshape(logits.shape)
-        sizes = raw.masked_fill_(~seen, 0.0).view(b, *shape, n * w)
-        top = sizes.amax((0, 3))
-        largest = torch.maximum(largest, top)
-        pairs += seen.view(sizes.shape).sum((0, 3))
-        if not bool(top.max() <= cap / 2):  # counting takes longer than the maximum, and mostly finds nothing
-            over_half += (sizes > cap / 2).sum((0, 3))
-            over_cap += (sizes > cap).sum((0, 3))
-        seen = seen.any(-1, keepdim=True)
-        sink = problem.sink_rows(block)
-        logits = logits if sink is None else torch.cat([logits, sink], -1)
-        weights = torch.softmax(logits.masked_fill(~seen, 0.0), -1)
-        logs = weights.clamp_min(torch.finfo(weights.dtype).tiny).log_()  # 0·log 0 is 0; xlogy takes far longer
-        nats = logs.mul_(weights).sum(-1, keepdim=True).neg_().masked_fill_(~seen, 0.0)
-        entropy += nats.view(b, *shape, n).sum((0, 3))
-        queries += seen.view(b, *shape, n).sum((0, 3))
-    entropy /= queries.clamp_min(1)
-    return HeadStatistics(*(x.flatten() for x in (largest, entropy, pairs, over_half, over_cap)))
+    """Measure the logits of each head in linear memory, and compare them with `cap`; the values are not read."""
+    largest, *sums = (heads.q.new_zeros(heads.q.shape[1], dtype=torch.float64) for _ in range(6))
+    inputs = _inputs(heads, visible)
+    for block in _blocks(heads, visible, options):
+        part = _parts(inputs, block)
+        logits = _with_sinks(_logits(part, block, options), part.sinks)
+        rows = (~block.hidden).any(-1).expand(logits.shape[:3])
+        nats = torch.special.entr(torch.softmax(logits, -1)).sum(-1).where(rows, 0.0)
+        seen = (~block.hidden).sum(-1).expand(logits.shape[:3])
+        sizes = _products(part.q, part.k, options.scale).abs_().masked_fill_(block.hidden, 0.0)
+        found = (nats, rows, seen, (sizes > cap / 2).sum(-1), (sizes > cap).sum(-1))
+        sums = [total + x.sum((0, 2)) for total, x in zip(sums, found, strict=True)]
+        largest = torch.maximum(largest, sizes.amax((0, 2, 3)))
+    nats, rows, *counts = sums
+    wide = torch.promote_types(heads.q.dtype, torch.float32)
+    entropy = nats / rows.clamp_min(1)
+    return HeadStatistics(largest.to(wide), entropy.to(wide), *(x.to(torch.int64) for x in counts))
 
 
-def _exp_(x: Tensor) -> Tensor:
-    return x.mul_(LOG2E).exp2_()
+@torch.no_grad()
+def largest_logits(heads: Heads, visible: Visible, options: Options) -> Tensor:
+    """The largest logit of each head over the keys that its queries see, `[H]`; −∞ without any."""
+    largest = heads.q.new_full((heads.q.shape[1],), -math.inf, dtype=torch.float32)
+    inputs = _inputs(heads, visible)
+    for block in _blocks(heads, visible, options):
+        logits = _logits(_parts(inputs, block), block, options)
+        largest = torch.maximum(largest, logits.amax((0, 2, 3)).float())
+    return largest

@@ -60,17 +60,6 @@ class Heads(NamedTuple):
         return self.rotary is not None or self.q_norm.kind != "none" or self.k_norm.kind != "none"
 
 
-class LayerCache(NamedTuple):
-    """Keys and values `[B, Hk, S, D]` in dense rows, with room for T new tokens.
-
-    Of a static cache the first `filled` (int64, one number) hold tokens; without it, all but the last T do.
-    """
-
-    keys: Tensor
-    values: Tensor
-    filled: Tensor | None = None
-
-
 class Visible(NamedTuple):
     """The keys and weights that each query sees, apart from causality and window; as in `reference.attention`.
 

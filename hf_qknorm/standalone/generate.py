@@ -37,7 +37,8 @@ _ROOTS = (
     (_RUNTIME, "register"),
 )
 _REPLACED = {
-    ("hf_qknorm.model.kernel_attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention"),
+    ("hf_qknorm.model.raw_heads", "fused_attention"): (_RUNTIME, "no_kernel"),
+    ("hf_qknorm.model.raw_heads", "norm_rotate"): (_RUNTIME, "no_kernel"),
     ("hf_qknorm.attend.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
     ("hf_qknorm.attend.functions", "BIAS_BACKENDS"): (_RUNTIME, "BIAS_BACKENDS"),
     ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),

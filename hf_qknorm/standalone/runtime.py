@@ -52,6 +52,10 @@ def register() -> None:
         AttentionMaskInterface.register(name, eager_mask)
 
 
+def no_kernel(*arguments: Any) -> None:
+    """Return None for each kernel that norms and rotates heads: modules and the model's own RoPE do."""
+
+
 def set_module_class(module: nn.Module, cls: type[nn.Module]) -> None:
     """Set the class of a module under construction, which has no accelerate hook yet."""
     module.__class__ = cls

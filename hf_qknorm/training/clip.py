@@ -20,16 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
-from hf_qknorm.attend.calls import Structure
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import world_size
 from hf_qknorm.measure.head_weights import attention_head_weights, check_unshared, normed_sides, parameter_factors
 from hf_qknorm.measure.logit_statistics import PassFilter
-from hf_qknorm.measure.logits import visible_keys
+from hf_qknorm.measure.logits import call_to_measure
 from hf_qknorm.model.attention import QKNormAttention, require_patched
 from hf_qknorm.model.fsdp import reshard
-from hf_qknorm.ops.tiled_blocks import Problem
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops import tiled
+from hf_qknorm.ops.types import Call, Heads
 
 
 class QKClip(TrainerCallback):
@@ -94,8 +93,8 @@ class QKClip(TrainerCallback):
                 f"{name} has {q.shape[1]} of its {self.heads[name]} heads here: QKClip does not support tensor "
                 "parallelism"
             )
-        seen = visible_keys(layer, q, k, mask, options, self.passes.real(None, q.shape[2], q.device))
-        largest = largest_logits(q, seen, options["scaling"], self.threshold)
+        call = call_to_measure(layer, q, k, mask, options, self.passes.real(None, q.shape[2], q.device))
+        largest = largest_logits(call, self.threshold)
         self.largest[name] = torch.maximum(self.largest.get(name, largest), largest)
 
     @torch.no_grad()
@@ -162,31 +161,28 @@ def _has_gradients(model: nn.Module) -> bool:
     return torch.is_grad_enabled()
 
 
-def largest_logits(q: Tensor, seen: Structure, scale: float, threshold: float) -> Tensor:
+def largest_logits(call: Call, threshold: float) -> Tensor:
     """The largest visible logit, before any cap, of each head of q `[B, H, T, D]`, `[H]`.
 
     −∞ where ‖q‖·‖k‖ shows that it is at most `threshold`: only the logits of the other heads are computed, in blocks.
     """
-    k, group = seen.key, q.shape[1] // seen.key.shape[1]
+    (q, k, *_), visible, options = call
+    group = q.shape[1] // k.shape[1]
     wide = torch.promote_types(q.dtype, torch.float32)
     longest_q, longest_k = (torch.linalg.vector_norm(x, dim=-1, dtype=wide).amax((0, 2)) for x in (q, k))
-    bound = (scale * longest_q).view(-1, group).amax(1) * longest_k
+    bound = (options.scale * longest_q).view(-1, group).amax(1) * longest_k
     largest = bound.new_full((k.shape[1], group), -math.inf)
     heads = (~(bound <= threshold)).nonzero().flatten()  # with NaN in one head, the others of its group are measured
     if len(heads) == 0:
         return largest.flatten()
-    mask = seen.mask
+    mask = visible.mask
     if mask is not None and mask.dtype != torch.bool:
         mask = mask > torch.finfo(mask.dtype).min
     if mask is not None and mask.shape[1] > 1:
         mask = mask.reshape(mask.shape[0], -1, group, *mask.shape[2:])[:, heads].flatten(1, 2)
     q, k = q.reshape(q.shape[0], -1, group, *q.shape[2:])[:, heads].flatten(1, 2), k[:, heads]
-    options = Options(scale, None, seen.causal, seen.window)
-    problem = Problem(Heads(q, k, k), Visible(seen.ranges, mask=mask), options)
-    buffer = problem.buffer()
-    for block in problem.blocks:
-        logits = problem.logits(block, buffer, buffer).view(block.shape[0], len(heads), group, -1)
-        largest[heads] = torch.maximum(largest[heads], logits.amax((0, 3)).to(largest.dtype))
+    found = tiled.largest_logits(Heads(q, k, k), visible._replace(mask=mask), options._replace(softcap=None))
+    largest[heads] = torch.maximum(largest[heads], found.view(-1, group).to(largest.dtype))
     return largest.flatten()
 
 

@@ -33,7 +33,7 @@ import hf_qknorm as qk
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.cpu import norm_rope
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Call, Heads, Norm, Options, Rotary, Visible
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.random_qkv import make_qkv
 
@@ -88,11 +88,11 @@ def implementations(length: int) -> dict[str, Callable[[Tensor, Tensor, Tensor],
         logits = torch.matmul(q, k.transpose(2, 3)) * q.shape[-1] ** -0.5
         return torch.matmul(torch.softmax(torch.tanh(logits / CAP) * CAP + hidden, dim=-1), v)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> tuple[Heads, Visible, Options]:
-        return Heads(q, k, v), Visible(), Options(q.shape[-1] ** -0.5, CAP, causal=True)
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Call:
+        return Call(Heads(q, k, v), Visible(), Options(q.shape[-1] ** -0.5, CAP, causal=True))
 
     return {
-        CPP: lambda q, k, v: cpu.attention(*call(q, k, v)),
+        CPP: lambda q, k, v: cpu.attention(call(q, k, v)),
         SDPA: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         EAGER: eager,
         TILED: lambda q, k, v: library.attention(*call(q, k, v)),

@@ -29,7 +29,7 @@ from markdown_table import publish, table
 from run_log import provenance
 
 from hf_qknorm.ops.cpu import attention
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.types import Call, Heads, Options, Visible
 from qknorm_tests.random_qkv import make_qkv
 
 HEADS, CAP = 8, 50.0
@@ -79,7 +79,7 @@ def passes(length: int, head_dim: int) -> dict[str, tuple[Callable[[], object], 
     tensors = make_qkv(1, HEADS, HEADS, length, length, head_dim)
 
     def forward() -> Any:
-        return attention.attention(Heads(*tensors), Visible(), Options(head_dim**-0.5, CAP, causal=True))
+        return attention.attention(Call(Heads(*tensors), Visible(), Options(head_dim**-0.5, CAP, causal=True)))
 
     out = forward()
     grad = torch.randn_like(out)

@@ -18,7 +18,6 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TESTS = (
     "tests/ops/triton",
-    "tests/ops/trust",
     "tests/model/test_kernels_in_models.py",
     "tests/model/test_kernels_with_caches.py",
     "tests/recipes/benchmarks/test_bench_model.py",

@@ -35,7 +35,7 @@ from qknorm_tests.tables import (
     sharp_model,
 )
 
-HERE = build.why_unavailable() is None and os.environ.get("HF_QKNORM_CPU") != "0"
+HERE = build._why_impossible() is None and os.environ.get("HF_QKNORM_CPU") != "0"
 ABSENT = ("hf_qknorm_triton",) if HERE else ("hf_qknorm_triton", "hf_qknorm_cpu")
 OWN = tuple(name for name in REGISTERED if name not in ABSENT)  # test_kernels_in_models.py has the one in Triton
 CAPPING = (*OWN, "eager")

@@ -1,8 +1,9 @@
-"""Which implementation "hf_qknorm" takes, in which order, and that each fallback computes the same."""
+"""Which implementation "hf_qknorm" takes, in which order, and that each computes the same in a model."""
 
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -11,93 +12,167 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 from hf_qknorm import SCHEMES, patch_model
-from hf_qknorm.attend import functions, implementations
+from hf_qknorm.attend import implementations
+from hf_qknorm.attend.functions import REGISTERED
+from hf_qknorm.attend.implementations import CPP, IMPLEMENTATIONS, TILED, TRITON, choose
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.ops import flex, library, operators
-from hf_qknorm.ops.trust import first_use
+from hf_qknorm.ops import library
+from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.types import Call
 from qknorm_tests.operator_calls import call
-from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 
 Q = torch.zeros(1, 2, 9, 16)
+MASK = torch.ones(1, 1, 9, 9, dtype=torch.bool)
 
 
-def choose(*heads: Tensor, **options: Any) -> implementations.Choice:
-    return implementations.choose(Call(*call(*heads, **options)))
+def chosen(*heads: Tensor, **options: Any) -> implementations.Choice:
+    return choose(Call(*call(*heads, **options)))
 
 
-OLD = "its compute capability is 7.5"
-WRONG = "the self-check failed: the output has a relative error of 5.0e-02, and 2.0e-03 is allowed"
+@pytest.fixture(autouse=True)
+def unlogged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(implementations, "_logged", set())
 
 
 @pytest.fixture
-def distrusted(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """The operators whose self-check fails. The CPU counts as a GPU: kernels run in the interpreter."""
-    operators: set[str] = set()
-
-    def reason(heads: Any, visible: Any, options: Any, operator: str = "attention") -> str | None:
-        return WRONG if operator in operators else None
-
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU counts as a GPU: kernels run in the interpreter."""
     monkeypatch.setattr(implementations, "device_type", lambda x: "cuda")
-    monkeypatch.setattr(functions, "device_type", lambda x: "cuda")
-    monkeypatch.setattr(first_use, "why_distrusted", reason)
-    monkeypatch.setattr(implementations, "_logged", set())
-    return operators
 
 
-ORDER = [
-    ({}, None, set(), None, "its Triton kernels"),
-    ({}, None, {"attention"}, None, f"FlexAttention: {WRONG}"),
-    ({}, None, {"attention", "flex"}, None, f"tiled in PyTorch: {WRONG}"),
-    ({}, None, {"attention"}, "it has no bf16", f"tiled in PyTorch: {WRONG}; it has no bf16"),
-    ({}, OLD, set(), None, f"FlexAttention: {OLD}"),
-    ({}, OLD, set(), "it has no bf16", f"tiled in PyTorch: {OLD}; it has no bf16"),
-]  # fmt: skip
+@pytest.mark.parametrize(
+    ("reason", "options", "expected"),
+    [
+        (None, {}, "its Triton kernels"),
+        ("capability 7.5", {}, "tiled in PyTorch: capability 7.5"),
+        (None, {"mask": MASK}, "tiled in PyTorch: the mask [1, 1, 9, 9] is an arbitrary one"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_the_order_on_a_gpu(reason, options, expected, monkeypatch):
+    monkeypatch.setattr(library, "why_not_fused", lambda *heads: reason)
+    assert str(chosen(Q, Q, Q, **options)).startswith(expected)
 
 
-@pytest.mark.parametrize(("options", "not_fused", "wrong", "not_flex", "expected"), ORDER)
-def test_the_order(options, not_fused, wrong, not_flex, expected, distrusted, monkeypatch):
-    distrusted |= wrong
-    monkeypatch.setattr(library, "why_not_fused", lambda *heads: not_fused)
-    monkeypatch.setattr(flex, "why_not", lambda *call: not_flex)
-    chosen = choose(Q, Q, Q, **options)
-    assert str(chosen) == expected
-    assert chosen.implementation.words == expected.partition(":")[0]
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    ("heads", "options", "expected"),
+    [
+        (Q, {}, "its C++ kernels"),
+        (Q, {"mask": MASK}, "tiled in PyTorch: the mask [1, 1, 9, 9] is an arbitrary one"),
+        (Q.double(), {}, "tiled in PyTorch: the C++ kernels take float32"),
+        (Q.to("meta"), {}, "tiled in PyTorch: the kernels are for NVIDIA GPUs and CPUs"),
+    ],
+    ids=["plain", "mask", "fp64", "meta"],
+)
+@pytest.mark.parametrize("demanded", [False, True])
+def test_the_order_on_a_cpu(heads, options, expected, demanded, monkeypatch):
+    """To demand the C++ kernels is to demand that they can run, not that they take each call."""
+    monkeypatch.setenv(build.SWITCH, "1") if demanded else monkeypatch.delenv(build.SWITCH, raising=False)
+    assert str(chosen(heads, heads, heads, **options)).startswith(expected)
+
+
+def test_the_switch_turns_the_cpp_kernels_off(monkeypatch):
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert str(chosen(Q, Q, Q)) == "tiled in PyTorch: HF_QKNORM_CPU=0 turns the C++ kernels off"
+    with pytest.raises(ValueError, match=r'"hf_qknorm_cpu" can\'t serve this call: HF_QKNORM_CPU=0.*set_attn'):
+        REGISTERED["hf_qknorm_cpu"](torch.nn.Module(), Q, Q, Q, None)
+
+
+@pytest.mark.parametrize("value", ["", "2", "yes"])
+def test_another_value_of_the_switch_is_refused(value, monkeypatch):
+    monkeypatch.setenv(build.SWITCH, value)
+    with pytest.raises(ValueError, match=f"HF_QKNORM_CPU must be 1 .* or 0 .*, got {value!r}"):
+        chosen(Q, Q, Q)
+
+
+def test_without_a_compiler_tiled_runs_unless_the_cpp_kernels_are_demanded(monkeypatch):
+    reason = "there is no C++ compiler"
+    monkeypatch.setattr(build, "_overloads", {})
+    monkeypatch.setattr(build, "_why_impossible", lambda: reason)
+    monkeypatch.delenv(build.SWITCH, raising=False)
+    assert str(chosen(Q, Q, Q)) == f"tiled in PyTorch: {reason}"
+    monkeypatch.setenv(build.SWITCH, "1")
+    with pytest.raises(RuntimeError, match=f"HF_QKNORM_CPU=1 demands.*{re.escape(reason)}.*unset HF_QKNORM_CPU"):
+        chosen(Q, Q, Q)
+
+
+@pytest.mark.parametrize("case", ["inference", "gradients", "dropout", "by name"])
+def test_inference_alone_does_not_wait_for_the_compiler(case, monkeypatch):
+    """Under checkpointing a training step is computed twice, and both times must be the same implementation."""
+    waits: list[bool] = []
+    monkeypatch.setattr(build, "_overloads", {})
+    monkeypatch.setattr(build, "_why_not_loaded", lambda wait, traced: waits.append(wait))
+    monkeypatch.delenv(build.SWITCH, raising=False)
+    with torch.set_grad_enabled(case == "gradients"):
+        if case == "by name":
+            CPP.prepare()
+        else:
+            chosen(Q, Q, Q, dropout=0.5 if case == "dropout" else 0.0)
+    assert waits == [case != "inference"]
 
 
 def test_a_new_implementation_is_one_entry(monkeypatch):
-    """For a device where it comes first; the reason against the ones before it is not that of another device."""
-    ran = []
-    mine = implementations.TILED._replace(words="mine", name="hf_qknorm_mine", run=lambda *call: ran.append(call))
-    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (mine, *implementations.IMPLEMENTATIONS))
-    for device in ("cpu", "meta"):
-        assert str(choose(*[Q.to(device)] * 3)) == "mine"
-    implementations.run(Call(*call(Q, Q, Q)))
-    assert len(ran) == 1
+    """It comes first, and the reasons against implementations of other devices are not named."""
+    mine = TILED._replace(words="mine", name="hf_qknorm_mine")
+    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (mine, *IMPLEMENTATIONS))
+    assert str(chosen(Q, Q, Q)) == "mine"
 
 
-def test_the_implementation_is_logged_once_and_not_in_a_trace(distrusted, monkeypatch, caplog):
+@pytest.mark.usefixtures("gpu")
+def test_the_implementation_is_logged_once_and_not_in_a_trace(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hf_qknorm")
-    silent = implementations.TRITON._replace(run=lambda heads, *rest: heads.q)
-    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (silent, *implementations.IMPLEMENTATIONS[1:]))
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    implementations.run(Call(*call(Q, Q, Q)))
+    monkeypatch.setattr(library, "why_not_fused", lambda *heads: None)
+    with monkeypatch.context() as trace:
+        trace.setattr(torch.compiler, "is_compiling", lambda: True)
+        chosen(Q, Q, Q)
     assert not caplog.records
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
     for rows in (1, 9):
-        implementations.run(Call(*call(Q, Q, Q)))
-        implementations.run(Call(*call(Q, Q, Q, mask=torch.ones(1, 1, rows, 9, dtype=torch.bool))))
+        chosen(Q, Q, Q)
+        chosen(Q, Q, Q, mask=torch.ones(1, 1, rows, 9, dtype=torch.bool))
     first, second = (record.getMessage() for record in caplog.records)
     assert first == "hf_qknorm attention runs its Triton kernels"
     assert second.startswith("hf_qknorm attention runs tiled in PyTorch: the mask")
 
 
-def kernel_model() -> PreTrainedModel:
-    pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-    from qknorm_tests import interpreter
+class Attention(torch.nn.Module):
+    def forward(self, q: Tensor, dropout: float = 0.0) -> Tensor:
+        call_ = Call(*call(q, q, q, softcap=5.0, causal=True, dropout=dropout))
+        return choose(call_).implementation.run(call_)
 
-    interpreter.install()
+
+def operators_of(graph: torch.fx.GraphModule) -> set[str]:
+    return {str(node.target).split(".")[0] for node in graph.graph.nodes if "hf_qknorm" in str(node.target)}
+
+
+def test_an_exported_graph_has_no_operators_of_one_machine():
+    found = torch.export.export(Attention(), (torch.randn(1, 2, 9, 16),))
+    assert operators_of(found.graph_module) == {"hf_qknorm"}  # the namespace of the compiled ones has a digest
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_compiled_graph_with_symbols_has_the_cpp_operators(dropout):
+    graphs: list[set[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(operators_of(graph))
+        return graph.forward
+
+    torch.compiler.reset()
+    compiled = torch.compile(Attention(), fullgraph=True, dynamic=True, backend=backend)
+    for length in (9, 14):
+        q = torch.randn(1, 2, length, 16)
+        torch.manual_seed(0)
+        got = compiled(q, dropout)
+        torch.manual_seed(0)
+        torch.testing.assert_close(got, Attention()(q, dropout))
+    assert graphs == [{build.name()}]
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
     return randomise(patch_model(sharp_model("llama", num_hidden_layers=1), SCHEMES["qk_norm_cap"]))
 
 
@@ -118,50 +193,16 @@ def outcome(model: PreTrainedModel, backend: str) -> dict[str, Tensor]:
     return found
 
 
-FALLBACKS = [
-    set(),
-    {"attention"},
-    {"attention", "flex"},
-    {"step", "append"},
-    {"step", "append", "norm_rope", "norm_rope_one"},
-    {"attention", "step", "append", "norm_rope", "norm_rope_one"},
-]
+@pytest.mark.costly
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS, ids=lambda x: x.name)
+def test_each_implementation_computes_the_same(implementation, model, request):
+    if implementation is TRITON:
+        pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
+        from qknorm_tests import interpreter
 
-
-@pytest.mark.slow
-def test_each_fallback_computes_the_same(distrusted, monkeypatch):
-    model = kernel_model()
+        interpreter.install()
+    if implementation is CPP:
+        request.getfixturevalue("compiled")
     expected = outcome(model, "hf_qknorm_eager")
-    ran: list[str] = []
-    kernels = {"fused_attention", "fused_step", "norm_rope", "norm_rope_one"}
-    for name in kernels - {"fused_attention"}:
-        monkeypatch.setattr(library, name, noted(getattr(library, name), name, ran))
-    fused = operators.FUSED_ATTENTION
-    monkeypatch.setattr(fused, "direct", noted(fused.direct, "fused_attention", ran))
-    for wrong in FALLBACKS:
-        distrusted.clear()
-        distrusted |= wrong
-        ran.clear()
-        for name, value in outcome(model, "hf_qknorm").items():
-            assert_near(value, expected[name], 1e-4, f"{wrong}: {name}")
-        sound = kernels - wrong - ({"fused_attention", "norm_rope_one"} if "attention" in wrong else set())
-        assert set(ran) == sound - ({"fused_step"} if "step" in wrong else set())
-
-
-def noted(function: Any, name: str, ran: list[str]) -> Any:
-    def run(*arguments: Any) -> Any:
-        ran.append(name)
-        return function(*arguments)
-
-    return run
-
-
-@pytest.mark.parametrize(
-    "wrong", slow_but(["attention"], ["attention", "norm_rope", "norm_rope_one", "step", "append"])
-)
-def test_an_explicit_name_raises_with_the_figures(wrong, distrusted):
-    model = kernel_model()
-    distrusted.add(wrong)
-    with pytest.raises(ValueError, match="5.0e-02, and 2.0e-03 is allowed") as caught:
-        outcome(model, "hf_qknorm_triton")
-    assert 'set_attn_implementation("hf_qknorm")' in str(caught.value)
+    for name, value in outcome(model, implementation.name).items():
+        assert_near(value, expected[name], 1e-4, name)

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from torch._inductor.utils import run_and_get_code
 from transformers import masking_utils
 
 from hf_qknorm import patch_model
-from hf_qknorm.attend.calls import is_padded_ranges, structure
+from hf_qknorm.attend.calls import make_call
 from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.ops import reference
+from hf_qknorm.ops.types import Heads
 from qknorm_tests.covering import covering
-from qknorm_tests.mask_cases import HOLES, PADDING, config, create, even, transformers_own
+from qknorm_tests.mask_cases import HOLES, PADDING, assert_ranges, config, create, even, transformers_own
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tables import assert_near, sharp_model
 
@@ -34,30 +36,33 @@ def fresh_compiler() -> None:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    seen = structure(SimpleNamespace(is_causal=True), q, k, v, mask, {})
-    masks = {"causal": seen.causal, "window": seen.window, "mask": seen.mask, "ranges": seen.ranges}
-    return reference.attention(q, seen.key, seen.value, **masks).out
+    module: Any = SimpleNamespace(is_causal=True)
+    return reference.attend(*make_call(module, Heads(q, k, v), mask)).out
 
 
-GIVEN = [*(name for name, rows in PADDING.items() if rows), "holes"]
+GIVEN = [name for name, rows in PADDING.items() if rows]
 
 
 @pytest.mark.parametrize(
     ("kind", "given", "queries"), covering(["causal", "window", "bidirectional"], GIVEN, [9, 1], strength=1)
 )
-def test_a_trace_gets_ranges_and_padding(kind, given, queries):
+def test_a_trace_gets_ranges(kind, given, queries):
     """Each query sees the same keys as without a trace."""
-    settings = config(kind)
-    padding = HOLES if given == "holes" else torch.tensor(PADDING[given])
-    mask = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, 9, padding)[..., :]
-    assert is_padded_ranges(mask)
-    assert mask.shape == (2, 1, 1, 2 * 9 + 9)
+    settings, padding = config(kind), torch.tensor(PADDING[given])
+    mask = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, 9, padding)
+    assert_ranges(mask, 2, 9, 9)
     q, k, v = make_qkv(2, 4, 2, 9, 9, 8)
     expected = transformers_own(kind, settings, 9, padding)
     if queries == 1:  # as in a decode step: the last query alone
-        mask = torch.cat([mask[..., 2 * 8 : 2 * 9], mask[..., 2 * 9 :]], -1)
-        q, expected = q[:, :, -1:], expected[:, :, -1:]
+        mask, q, expected = mask[:, :, -1:], q[:, :, -1:], expected[:, :, -1:]
     assert_near(attend(q, k, v, mask), attend(q, k, v, expected), 1e-6)
+
+
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+def test_padding_between_the_tokens_of_a_row_is_refused_by_a_trace(kind):
+    """Outside of a trace it is a boolean mask."""
+    with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
+        torch.compile(create, fullgraph=True, backend="aot_eager")(kind, config(kind), 9, HOLES)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
@@ -67,7 +72,7 @@ def test_a_compiled_mask_is_linear(kind, given):
     length, settings = 500, config(kind, 100)
     arguments = {"position_ids": torch.arange(length).remainder(200)[None]}
     if given == "padding":
-        arguments = {"padding": torch.arange(length).expand(2, -1) % 7 > 0}
+        arguments = {"padding": torch.arange(length).expand(2, -1) > 6}
     with torch._inductor.config.patch(fx_graph_cache=False):
         mask, code = run_and_get_code(torch.compile(create, fullgraph=True), kind, settings, length, **arguments)
     traced = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, length, **arguments)
@@ -96,7 +101,7 @@ def test_a_gap_that_a_trace_did_not_expect_is_refused():
 def test_an_exported_model_with_padding_takes_other_lengths():
     model = patch_model(sharp_model("llama"), "qk_norm_cap").eval()
     tokens, mask = torch.randint(64, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
-    mask[0, :3], mask[1, 5:7] = 0, 0
+    mask[0, :3], mask[1, 9:] = 0, 0
     length = torch.export.Dim("length", min=2, max=32)
     shapes = {"input_ids": {1: length}, "attention_mask": {1: length}, "use_cache": None}
     given = {"input_ids": tokens[:, 4:].clone(), "attention_mask": mask[:, 4:].clone(), "use_cache": False}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.layer import QKNormAttention as PlainAttention
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,8 @@ from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.install import as_unpatched
-from hf_qknorm.model.kernel_attention import kernel_rotary
-from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.layer import QKNormAttention as PlainAttention
+from hf_qknorm.model.raw_heads import kernel_rotary
 from hf_qknorm.ops.types import Rotary
 from qknorm_tests.tables import (
     MODEL_TYPES,
@@ -221,7 +221,7 @@ def test_what_kernels_rotate(case, monkeypatch):
     """The angles that kernels are given turn heads as the model does."""
     if FAMILIES[type_of(case)].rope is None:
         pytest.skip("only the model's own code rotates it")
-    plain, seen = PlainAttention._norm_rotate, []
+    plain, seen = PlainAttention.norm_rotate, []
 
     def rotate(layer: QKNormAttention, q: Tensor, k: Tensor, *rest: Any) -> Any:
         _, positions, cache, options = rest
@@ -233,7 +233,7 @@ def test_what_kernels_rotate(case, monkeypatch):
             seen.append(rotary)
         return plain(layer, q, k, *rest)
 
-    monkeypatch.setattr(PlainAttention, "_norm_rotate", rotate)
+    monkeypatch.setattr(PlainAttention, "norm_rotate", rotate)
     patch_model(made(case), "none")(**make_batch("left"))
     assert seen or case.endswith("-unrotated") or not hasattr(config_of(case), "rope_parameters")
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from hf_qknorm import patch_model
-from hf_qknorm.attend.calls import Structure
-from hf_qknorm.measure.logits import measure, measure_by_kernels, visible_keys
+from hf_qknorm.measure.logits import call_to_measure, measure, measure_by_kernels
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
+from hf_qknorm.ops.types import Call, Heads, Visible
+from qknorm_tests.operator_calls import call as operator_call
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tables import assert_near
 from qknorm_tests.tiny import tiny_model
@@ -21,21 +24,19 @@ CALLS = {
 }
 
 
-def call(name):
-    """q, k and the visible keys of a call with 2 rows, 4 query heads, 2 key heads, 17 queries; and the reference."""
+def call(name: str) -> tuple[Call, Any]:
+    """A call with 2 rows, 4 query heads, 2 key heads, 17 queries; and the reference."""
     q, k, _ = (x.detach() for x in make_qkv(2, 4, 2, 17, 17, 16, spread=2.0))
-    rules = {"causal": False, "window": None, "ranges": None, **CALLS[name]}
-    if rules["ranges"] is not None:
-        rules["ranges"] = rules["ranges"].to(torch.int32)
-    seen = Structure(k, k, None, rules["ranges"], rules["causal"], rules["window"])
-    return q, seen, reference.attention(q, k, k, scale=0.25, **rules)
+    rules = {name: x.to(torch.int32) if isinstance(x, torch.Tensor) else x for name, x in CALLS[name].items()}
+    made = Call(*operator_call(q, k, k, scale=0.25, **rules))
+    return made, reference.attend(*made)
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_blocks_and_kernels_agree_with_the_oracle(name):
-    q, seen, exact = call(name)
-    found, even = measure(q, seen, 0.25, None, cap=1.0)
-    kernels = measure_by_kernels(q, seen, 0.25, None, cap=50.0)
+    made, exact = call(name)
+    found, even = measure(made, cap=1.0)
+    kernels = measure_by_kernels(made, cap=50.0)
     for statistics in (found, kernels):
         assert_near(statistics.max_logit, exact.max_logit, 1e-5)
         assert_near(statistics.entropy, exact.entropy, 1e-5)
@@ -53,10 +54,10 @@ def test_padding_masks_of_flash_attention(pad, window):
     q, k, _ = (x.detach() for x in make_qkv(2, 4, 2, 12, 12, 16))
     real = torch.ones(2, 12, dtype=torch.long)
     real[0, slice(0, 4) if pad == "left" else slice(-4, None)] = 0
-    seen = visible_keys(layer, q, k, real, {"sliding_window": window}, real.bool())
+    made = call_to_measure(layer, q, k, real, {"sliding_window": window}, real.bool())
     dense = real[:, None, None, :].bool() & real[:, None, :, None].bool()
     exact = reference.attention(q, k, k, causal=True, window=window, mask=dense)
-    found, _ = measure(q, seen, 0.25, None, cap=50.0)
+    found, _ = measure(made, cap=50.0)
     assert_near(found.max_logit, exact.max_logit, 1e-5)
     assert_near(found.entropy, exact.entropy, 1e-5)
 
@@ -65,21 +66,23 @@ def test_block_masks_are_refused():
     (layer, *_) = patched_layers(patch_model(tiny_model("llama"), "none")).values()
     q, k, _ = make_qkv(1, 4, 2, 12, 12, 16)
     with pytest.raises(ValueError, match='the mask of .* is a object.*set_attn_implementation\\("hf_qknorm"\\)'):
-        visible_keys(layer, q, k, object(), {"sliding_window": None}, None)
+        call_to_measure(layer, q, k, object(), {"sliding_window": None}, None)
 
 
 def test_heads_that_are_not_finite_have_no_largest_logit():
-    q, seen, exact = call("causal")
-    q, k = q.clone(), seen.key.clone()
+    made, exact = call("causal")
+    q, k, v, *_ = made.heads
+    q, k = q.clone(), k.clone()
     q[1, 0, 5, 3], k[0, 1, 2, 2] = float("nan"), float("inf")
-    found, _ = measure(q, seen._replace(key=k), 0.25, None, cap=50.0)
+    found, _ = measure(made._replace(heads=Heads(q, k, v)), cap=50.0)
     assert found.max_logit.isnan().tolist() == [True, False, True, True]
     assert_near(found.max_logit[1], exact.max_logit[1], 1e-5)
 
 
 def test_kernels_do_not_measure_large_logits():
-    q, seen, exact = call("causal")
+    made, exact = call("causal")
     largest = float(exact.max_logit.max())
-    assert measure_by_kernels(q, seen, 0.25, None, cap=2.1 * largest) is not None
-    assert measure_by_kernels(q, seen, 0.25, None, cap=1.9 * largest) is None
-    assert measure_by_kernels(q, seen._replace(mask=torch.ones(1, 1, 17, 17).bool()), 0.25, None, 50.0) is None
+    assert measure_by_kernels(made, cap=2.1 * largest) is not None
+    assert measure_by_kernels(made, cap=1.9 * largest) is None
+    masked = made._replace(visible=Visible(mask=torch.ones(1, 1, 17, 17).bool()))
+    assert measure_by_kernels(masked, cap=50.0) is None

@@ -12,10 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
-from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.cpu import build
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 
@@ -52,7 +52,7 @@ def offloaded(folder: Path, tmp_path: Path, **options: str) -> PreTrainedModel:
 @pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules:UserWarning")
 @torch.no_grad()
 def test_patching_a_model_with_a_layer_on_the_disk(checkpoint, preset, tmp_path, monkeypatch):
-    monkeypatch.setenv(cpu_kernels.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
+    monkeypatch.setenv(build.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
     batch = make_batch("left")
     whole = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="eager")
     expected = randomise(patch_model(whole, preset))(**batch).logits
@@ -158,7 +158,7 @@ def test_weights_that_one_hook_loads_together(together):
 
 @torch.no_grad()
 def test_offloading_a_patched_model(monkeypatch):
-    monkeypatch.setenv(cpu_kernels.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
+    monkeypatch.setenv(build.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
     batch = make_batch("left")
     model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
     expected = model(**batch).logits

@@ -16,7 +16,7 @@ from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.operators import FUSED_ATTENTION
+from hf_qknorm.ops.triton import attention as triton_attention
 from qknorm_tests.error_budget import error
 from qknorm_tests.kernel_models import DEVICE, OTHERS, assert_same, batch, counted, outputs, patched
 from qknorm_tests.random_qkv import make_qkv
@@ -43,7 +43,7 @@ def test_the_kernels_give_what_eager_gives(
     model = patched(model_type, scheme)
     expected = outputs(model, "hf_qknorm_eager", kind)
     calls = []
-    monkeypatch.setattr(FUSED_ATTENTION, "direct", counted(FUSED_ATTENTION.direct, calls))
+    monkeypatch.setattr(triton_attention, "forward", counted(triton_attention.forward, calls))
     assert_same(outputs(model, "hf_qknorm_triton", kind), expected)
     assert len(calls) == len(patched_layers(model))
 

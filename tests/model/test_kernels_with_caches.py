@@ -12,8 +12,9 @@ from qknorm_tests.slow import slow_but
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm.families.style import CACHE
+from hf_qknorm.model import raw_heads
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.ops.operators import FUSED_ATTENTION, FUSED_STEP
+from hf_qknorm.ops import library
 from qknorm_tests.kernel_models import DEVICE, assert_same, batch, counted, outputs, patched
 from qknorm_tests.tiny import tiny_config
 
@@ -41,10 +42,10 @@ def test_a_cache_changes_nothing_in_training(model_type: str, scheme: str, monke
     model = patched(model_type, scheme)
     expected = outputs(model, "hf_qknorm_triton", "left")
     calls: list[Any] = []
-    monkeypatch.setattr(FUSED_ATTENTION, "direct", counted(FUSED_ATTENTION.direct, calls))
+    monkeypatch.setattr(library, "fused_attention", counted(library.fused_attention, calls))
     got = outputs(model, "hf_qknorm_triton", "left", use_cache=True)
     assert len(calls) == len(patched_layers(model))
-    assert calls[0][0]["q_gain"] is not None, "the norm is in the kernel"
+    assert calls[0][0].q_norm.gain is not None, "the norm is in the kernel"
     assert all(torch.equal(got[name], value) for name, value in expected.items())
     assert saved(model, use_cache=True) == saved(model, use_cache=False)
 
@@ -143,8 +144,6 @@ def test_a_token_beyond_a_static_cache_is_an_error(backend: str) -> None:
         model(tokens[:, 8:], **{CACHE: cache}, position_ids=torch.tensor([[8]]))
     assert torch.equal(cache.layers[0].keys, before[0])
     assert torch.equal(cache.layers[0].values, before[1])
-    if backend == "hf_qknorm_triton":
-        assert int(cache.layers[0].cumulative_length) == 8
     with pytest.raises(IndexError, match="out of|no room"):
         model(tokens, **{CACHE: StaticCache(model.config, max_cache_len=8)})
 
@@ -180,7 +179,8 @@ def test_a_static_cache_takes_dropout(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_generation_with_a_cache(model_type: str, scheme: str, cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = patched(model_type, scheme)
     calls: list[Any] = []
-    monkeypatch.setattr(FUSED_STEP, "direct", counted(FUSED_STEP.direct, calls))
+    monkeypatch.setattr(raw_heads, "device_type", lambda x: "cuda")  # where kernels norm and rotate
+    monkeypatch.setattr(library, "norm_rope", counted(library.norm_rope, calls))
     prompt = batch("left", labels=False)
     settings = {
         "cache_implementation": cache,
@@ -194,7 +194,9 @@ def test_generation_with_a_cache(model_type: str, scheme: str, cache: str, monke
     for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
         model.set_attn_implementation(backend)
         found.append(model.generate(**prompt, **settings))
-    assert len(calls) == 3  # each step but the first, which makes the cache
+    steps = [heads.q.shape[2] for (heads,) in calls]  # the first one of a growing cache takes raw heads
+    assert steps.count(1) == 6
+    assert len(steps) == (8 if cache == "static" else 7)
     assert torch.equal(found[0].sequences, found[1].sequences)
     for got, expected in zip(found[0].logits, found[1].logits, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -22,7 +22,7 @@ from hf_qknorm import (
 )
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel, derived_config
-from hf_qknorm.model.plain_attention import PlainAttention
+from hf_qknorm.model.layer import QKNormAttention as PlainAttention
 from qknorm_tests.folders import contents
 from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
 from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model

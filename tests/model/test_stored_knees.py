@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model
-from hf_qknorm.attend import cpu_kernels
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.knees import apply_knee, powers_of
+from hf_qknorm.ops.cpu import build
 from qknorm_tests.folders import edit, edit_config
 from qknorm_tests.kneed import as_older, eps_of, logits
 from qknorm_tests.tables import randomise, sharp_model
@@ -82,7 +82,7 @@ def check_round_trip(folder: Path, options: dict[str, Any], again: Path) -> None
 def test_round_trip(how, tmp_path, monkeypatch):
     """Also in shards, and of what was loaded in another dtype or onto disk."""
     if "offloaded" in how:
-        monkeypatch.setenv(cpu_kernels.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
+        monkeypatch.setenv(build.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
     made().save_pretrained(tmp_path / "saved", max_shard_size="20KB")
     options = dict(LOADING[how])
     if "disk" in str(options):
@@ -136,7 +136,7 @@ def test_the_knee_of_a_model_that_accelerate_loads_can_be_ended(checkpoint):
 
 @pytest.mark.parametrize("offload_buffers", [False, True])
 def test_the_knee_of_an_offloaded_model_can_be_changed(offload_buffers, checkpoint, tmp_path, monkeypatch):
-    monkeypatch.setenv(cpu_kernels.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
+    monkeypatch.setenv(build.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
     options = {**OFFLOADED, "offload_folder": tmp_path / "offload", "offload_buffers": offload_buffers}
     there, model = AutoModelForCausalLM.from_pretrained(checkpoint, **options), made()
     for changed in (there, model):

@@ -60,7 +60,7 @@ def plain() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def patched(request: pytest.FixtureRequest) -> PreTrainedModel:
-    if request.param == "hf_qknorm_cpu" and (reason := build.why_not_built()) is not None:
+    if request.param == "hf_qknorm_cpu" and (reason := build.why_not()) is not None:
         pytest.skip(reason)
     return model(request.param)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_qknorm.ops import library, reference, tiled
 from hf_qknorm.ops.cpu import attention as cpu
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.types import Call, Heads, Options, Visible
 from qknorm_tests.covering import covering
 from qknorm_tests.cpu_cases import cpu_results
 from qknorm_tests.error_budget import assert_within_budget
@@ -34,7 +34,7 @@ class Implementation(NamedTuple):
 
 IMPLEMENTATIONS = {
     "tiled": Implementation(tiled_results, library.attention, tiled.head_statistics),
-    "cpp": Implementation(cpu_results, cpu.attention, cpu.head_statistics),
+    "cpp": Implementation(cpu_results, lambda *call: cpu.attention(Call(*call)), cpu.head_statistics),
 }
 
 

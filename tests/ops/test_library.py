@@ -1,7 +1,6 @@
 """`library.attention`: torch's checks of operators, and errors for wrong arguments."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -9,9 +8,9 @@ from torch import Tensor
 from torch.library import opcheck
 from torch.utils.checkpoint import checkpoint
 
-from hf_qknorm.ops import library, operators, reference
-from hf_qknorm.ops.registration import flatten
-from hf_qknorm.ops.types import Heads, Norm, Options, Visible
+from hf_qknorm.ops import library, reference, tiled
+from hf_qknorm.ops.checks import check_call
+from hf_qknorm.ops.types import Norm, Options, Visible
 from qknorm_tests.operator_calls import call
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tiled_cases import dropout_mask
@@ -71,15 +70,11 @@ def test_the_operators_pass_torchs_opcheck(dtype: torch.dtype, laid_out: bool, b
     seed = torch.tensor([3]) if "dropout" in options else None
     numbers = {name: x for name, x in options.items() if name in Options._fields}
     visible = Visible(ranges, options.get("sinks"), seed, mask)
-    values = flatten(Heads(q, k, v), visible, Options(**{"scale": 0.25, **numbers}))
-    opcheck(torch.ops.hf_qknorm.attention.default, operators.ATTENTION.arguments(values))
-    values = {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
-    out, lse = operators.ATTENTION(values)
-    opcheck(
-        torch.ops.hf_qknorm.attention_backward.default,
-        operators.ATTENTION_BACKWARD.arguments({**values, "grad": torch.ones_like(out), "out": out, "lse": lse}),
-        test_utils=("test_schema", "test_faketensor"),
-    )
+    values = [q, k, v, *visible, *Options(**{"scale": 0.25, **numbers})]
+    values = [x.detach() if isinstance(x, Tensor) else x for x in values]
+    opcheck(tiled.ATTENTION.overload, values, test_utils=("test_schema", "test_faketensor"))
+    grad = torch.ones_like(tiled.ATTENTION(*values))
+    opcheck(tiled.ATTENTION_BACKWARD.overload, (grad, *values), test_utils=("test_schema", "test_faketensor"))
 
 
 @every_option
@@ -134,31 +129,6 @@ def test_the_same_generator_state_drops_the_same() -> None:
     assert not torch.equal(*twice)
 
 
-class Unused(torch.autograd.Function):
-    """The identity, without a gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
-        return None
-
-
-@pytest.mark.parametrize("dispatched", [False, True])
-def test_an_output_without_a_gradient_gives_none(dispatched: bool) -> None:
-    """The derivative gets no zeros in the place of an absent gradient."""
-    q, k, v = as_in_a_model(*make_qkv(1, 2, 1, 5, 5, 8))
-    values = flatten(Heads(q, k, v), Visible(), Options(0.3))
-    operator = operators.ATTENTION
-    out, lse = operator.overload(*operator.arguments(values)) if dispatched else operator(values)
-    assert out.requires_grad
-    assert not lse.requires_grad
-    Unused.apply(out).sum().backward()
-    assert q.grad is k.grad is v.grad is None
-
-
 def q_of(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.zeros(shape, dtype=dtype)
 
@@ -177,7 +147,6 @@ WRONG = [
     ({"mask": q_of(5, 7)}, r"the mask must broadcast to \[B, H, T, S\] = \[2, 4, 5, 7\], got \[5, 7\]"),
     ({"mask": q_of(2, 1, 5, 6)}, r"the mask must broadcast .* got \[2, 1, 5, 6\]"),
     ({"mask": q_of(2, 2, 5, 7)}, r"the mask must broadcast .* got \[2, 2, 5, 7\]"),
-    ({"mask": q_of(2, 4, 5, 7).requires_grad_()}, r"the mask requires a gradient.*hf_qknorm_eager"),
     ({"ranges": q_of(2, 1, 5, 2)}, r"ranges must be .* \[B or 1, T, 2\] with B = 2 and T = 5, got \[2, 1, 5, 2\]"),
     ({"ranges": q_of(3, 5, 2)}, r"ranges must be .* got \[3, 5, 2\]"),
     ({"ranges": q_of(2, 7, 2)}, r"ranges must be .* got \[2, 7, 2\]"),
@@ -206,7 +175,7 @@ WRONG = [
 def test_arguments_that_do_not_fit_are_refused(wrong: dict, message: str) -> None:
     arguments = {**GOOD, **wrong}
     with pytest.raises(ValueError, match=message):
-        library.attention(*call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments))
+        check_call(*call(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments))
 
 
 def test_raw_heads_are_refused() -> None:
@@ -216,9 +185,10 @@ def test_raw_heads_are_refused() -> None:
 
 
 def test_arguments_that_broadcast_are_accepted() -> None:
-    assert library.attention(
-        *call(**GOOD, mask=q_of(1, 1, 1, 7), ranges=q_of(1, 5, 2, dtype=torch.int32), sinks=q_of(4), dropout=0.5)
-    ).shape == (2, 4, 5, 8)
+    ranges = q_of(1, 5, 2, dtype=torch.int32)
+    given = call(**GOOD, mask=q_of(1, 1, 1, 7), ranges=ranges, sinks=q_of(4), dropout=0.5)
+    check_call(*given)
+    assert library.attention(*given).shape == (2, 4, 5, 8)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

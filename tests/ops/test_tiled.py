@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_qknorm.ops import reference, tiled, tiled_blocks
+from hf_qknorm.ops import library, reference, tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
 from qknorm_tests.attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
 from qknorm_tests.covering import covering
@@ -38,16 +38,44 @@ def test_every_length_shape_and_option_is_the_oracle(case: Case) -> None:
 
 @pytest.mark.parametrize(("case", "logits"), SPLIT_CASES, ids=str)
 def test_a_batch_in_parts_is_the_oracle(case: Case, logits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled_blocks, "BLOCK_LOGITS", logits)
+    monkeypatch.setattr(tiled, "LOGITS", logits)
     assert_is_the_oracle(case)
 
 
 def test_a_block_reads_no_keys_outside_its_ranges() -> None:
     inputs = draw_inputs(Case(batch=1, queries=200, ranges="packed"), torch.float32)
     inputs.ranges[0, 70:80] = 0  # as in statistics, which leave out rows of padding
-    for block in tiled_blocks.Problem(inputs.heads, inputs.visible, Options(1.0)).blocks:
+    for block in tiled._blocks(inputs.heads, inputs.visible, Options(1.0)):
         rows = [(start, stop) for start, stop in inputs.ranges[0, block.rows].tolist() if stop > start]
-        assert (block.cols.start, block.cols.stop) == (rows[0][0], min(rows[-1][1], 200))
+        assert (block.near.start, block.near.stop) == (rows[0][0], min(rows[-1][1], 200))
+
+
+@pytest.mark.parametrize("shape", ["BHTS", "B1TS", "11TS", "1H1S", "BHT1"])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_an_additive_mask_has_a_gradient(softcap: float | None, shape: str) -> None:
+    """As of a position bias that a model learns."""
+    case = Case(batch=2, queries=70, causal=True, softcap=softcap, mask=f"add:{shape}")
+    inputs = draw_inputs(case, F64)
+    inputs.mask.requires_grad_()
+    with torch.enable_grad():
+        outs = [
+            attend(*call)
+            for attend in (library.attention, lambda *call: reference.attend(*call).out)
+            for call in [(inputs.heads, inputs.visible, case.options)]
+        ]
+    got, expected = (torch.autograd.grad(out, inputs.mask, inputs.grad)[0] for out in outs)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_modes_of_the_caller_do_not_change_the_numbers(mode: type[torch.no_grad]) -> None:
+    """Autocast would compute products of fp32 in bf16; memory of inference mode can't be written outside of it."""
+    heads = Heads(*(torch.randn(1, 4, 80, 16) for _ in range(3)))
+    expected = library.attention(heads, Visible(), Options(1.0, 5.0))
+    with mode(), torch.autocast("cpu", torch.bfloat16):
+        made = Heads(*(x.clone() for x in heads[:3]))
+        got = library.attention(made, Visible(), Options(1.0, 5.0))
+    assert torch.equal(got, expected)
 
 
 STATISTICS = [case for case in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if not case.dropout][::2]
@@ -91,10 +119,8 @@ def test_a_decode_step_is_the_full_passes_last_row(case: Case) -> None:
     inputs = draw_inputs(case, F64)
     q, k, v = (x.detach() for x in (inputs.q, inputs.k, inputs.v))
     sinks = None if inputs.sinks is None else inputs.sinks.detach()
-    full, lse = tiled.forward(Heads(q, k, v), Visible(sinks=sinks), case.options)
-    last, last_lse = tiled.forward(Heads(q[:, :, -1:], k, v), Visible(sinks=sinks), case.options)
+    full, last = (library.attention(Heads(x, k, v), Visible(sinks=sinks), case.options) for x in (q, q[:, :, -1:]))
     torch.testing.assert_close(last, full[:, :, -1:], rtol=1e-12, atol=1e-13)
-    torch.testing.assert_close(last_lse, lse[:, :, -1:], rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
@@ -115,5 +141,5 @@ def test_the_dropout_mask_has_its_rate_where_keys_are_seen(case: Case, rate: flo
 def test_heads_and_blocks_draw_masks_of_their_own() -> None:
     q, k = (torch.zeros(9, heads, 128, 16) for heads in (32, 8))
     mask = dropout_mask(Heads(q, k, k), Visible(seed=torch.tensor([3])), Options(0.25, None, False, None, 0.5))
-    parts = mask.view(9, 8, 4, 8, 16, 128).movedim(3, 2).reshape(-1, 4 * 16 * 128)  # by head of keys, and block
+    parts = mask.view(9 * 32, 8, 16, 128).flatten(0, 1).flatten(1)  # by head, and 16 queries
     assert len(parts.unique(dim=0)) == len(parts)

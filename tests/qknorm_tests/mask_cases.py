@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, masking_utils
 
-from hf_qknorm.attend.calls import is_ranges, structure
+from hf_qknorm.attend.calls import is_ranges, make_call
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import reference
+from hf_qknorm.ops.types import Heads
 from qknorm_tests.tables import dense
 
 CREATE: dict[str, Callable[..., Any]] = {
@@ -65,9 +66,10 @@ def visible_keys(mask: Tensor | None, expected: Tensor, causal: bool, window: in
     """Whether each query sees each key, `[B, 1, T, S]`, in a layer of this causality and window with the mask."""
     batch, _, queries, keys = expected.shape
     q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
-    seen = structure(SimpleNamespace(scheme="none", is_causal=causal), q, k, k, mask, {"sliding_window": window})
-    kept = seen.key.shape[2]
-    visible = reference.visible(queries, kept, seen.causal, seen.window).expand(batch, 1, -1, -1)
+    module: Any = SimpleNamespace(scheme="none", is_causal=causal)
+    heads, seen, options = make_call(module, Heads(q, k, k), mask, sliding_window=window)
+    kept = heads.k.shape[2]
+    visible = reference.visible(queries, kept, options.causal, options.window).expand(batch, 1, -1, -1)
     if seen.ranges is not None:
         visible = visible & dense(seen.ranges, kept)
     visible = visible if seen.mask is None else visible & seen.mask

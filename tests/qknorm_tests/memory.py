@@ -38,6 +38,12 @@ def fill_new_memory(monkeypatch: pytest.MonkeyPatch, number: float = torch.nan) 
 
         return new
 
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"), (torch, "empty_strided")):
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (Tensor, "new_empty"),
+        (torch, "empty_strided"),
+        (Tensor, "new_empty_strided"),
+    ):
         monkeypatch.setattr(owner, name, filled(getattr(owner, name)))
     return sizes

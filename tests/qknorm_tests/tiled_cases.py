@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops import reference, tiled
-from hf_qknorm.ops.tiled_blocks import Problem
+from hf_qknorm.ops import library, reference, tiled
 from hf_qknorm.ops.types import Heads, Options, Visible
 from qknorm_tests.random_qkv import make_qkv
 
@@ -148,22 +147,19 @@ def drawn_dropout(case: Case, inputs: Inputs) -> Tensor | None:
 @torch.no_grad()
 def dropout_mask(heads: Heads, visible: Visible, options: Options) -> Tensor:
     """The mask `[B, H, T, S]` that `tiled` multiplies the weights by; 0 for keys that no block reads."""
-    problem = Problem(heads, visible, options)
-    full = problem.q.new_zeros((*problem.q.shape[:3], problem.keys))
-    for block in problem.blocks:
-        rows = problem.q.new_zeros((*problem.part(problem.q, block).shape[:2], problem.keys))
-        rows[..., block.cols] = problem.keep(block)
-        problem.put(full, block, rows)
-    return full.view(*heads.q.shape[:3], problem.keys)
+    mask = heads.q.new_zeros((*heads.q.shape[:3], heads.k.shape[2]))
+    for block in tiled._blocks(heads, visible, options):
+        part = mask[:, :, block.rows, block.near]
+        part.copy_(tiled.dropout_factors(part, block.rows.start, visible.seed, options.dropout))
+    return mask
 
 
 def tiled_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:
     """Output and gradients of `tiled`."""
-    with torch.no_grad():
-        call = (inputs.heads, inputs.visible, case.options)
-        out, lse = tiled.forward(*call)
-        grads = tiled.backward(*call, inputs.grad, out, lse)
-    return named(out, *grads)
+    with torch.enable_grad():
+        out = library.attention(inputs.heads, inputs.visible, case.options)
+    wanted = [x for x in (inputs.q, inputs.k, inputs.v, inputs.sinks) if x is not None]
+    return named(out.detach(), *torch.autograd.grad(out, wanted, inputs.grad))
 
 
 def oracle_results(case: Case, inputs: Inputs, dropout_mask: Tensor | None = None) -> dict[str, Tensor]:

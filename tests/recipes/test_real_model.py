@@ -11,12 +11,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_qknorm as qk
-from hf_qknorm.files import cache_folder
 from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.predictions import loss_of, predictions
 from hf_qknorm.measure.text import load_text
 
-FOLDER = cache_folder.folder() / real_model.NAME
+FOLDER = real_model.FOLDER
 PAGES = Path(qk.__file__).parent  # prose to calibrate on
 
 

@@ -62,12 +62,13 @@ def test_references_to_a_renamed_definition_are_renamed(run):
 def test_a_replacement_is_bundled_instead_of_the_original():
     attention_class = ("hf_qknorm.model.attention", "attention_class")
     plain = {
-        ("hf_qknorm.model.kernel_attention", "QKNormAttention"): ("hf_qknorm.model.plain_attention", "PlainAttention"),
+        ("hf_qknorm.model.raw_heads", "fused_attention"): ("hf_qknorm.standalone.runtime", "no_kernel"),
+        ("hf_qknorm.model.raw_heads", "norm_rotate"): ("hf_qknorm.standalone.runtime", "no_kernel"),
         ("hf_qknorm.attend.functions", "CAP_BACKENDS"): ("hf_qknorm.standalone.runtime", "CAP_BACKENDS"),
     }
     text = Bundle((attention_class,), plain, {("hf_qknorm.families", "FAMILIES"): ("llama",)}).text()
-    assert "QKNormAttention" not in text.replace("`QKNormAttention", "")
-    assert "takes_raw_heads" not in text
+    assert "no_kernel" in text
+    assert "def kernel_rotary" not in text
 
 
 def test_a_table_is_limited_to_the_given_keys(run):

@@ -15,12 +15,13 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
 from hf_qknorm import QKClip, Scheme, logit_statistics, patch_model
-from hf_qknorm.attend.calls import Structure
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops.reference import visible
+from hf_qknorm.ops.types import Call
 from hf_qknorm.training.clip import largest_logits
 from qknorm_tests.clip_by_hand import Recorder, clip_by_hand, dense_maxima
 from qknorm_tests.head_rows import ROWS
+from qknorm_tests.operator_calls import call
 from qknorm_tests.short_runs import counting, trainer
 from qknorm_tests.tables import fingerprint, make_batch, sharp_model
 from qknorm_tests.tiny import tiny_model
@@ -92,24 +93,21 @@ def test_the_largest_logits_are_those_of_visible_keys(kind):
         shown = shown & hidden.logical_not() if kind != "ranges" else visible(9, 9, True, 2)[None, None]
     ranges = torch.stack([(torch.arange(9) - 1).clamp_min(0), torch.arange(9) + 1], -1)[None].int()
     mask = torch.ones(shown.shape).masked_fill(~shown, torch.finfo().min) if kind == "additive" else shown
-    seen = {
-        "causal": Structure(k, k, None, None, True, None),
-        "window": Structure(k, k, None, None, True, 3),
-        "ranges": Structure(k, k, None, ranges, False, None),
-    }.get(kind, Structure(k, k, mask, None, False, None))
+    rules = {"causal": {"causal": True}, "window": {"causal": True, "window": 3}, "ranges": {"ranges": ranges}}
+    made = Call(*call(q, k, k, scale=0.5, **rules.get(kind, {"mask": mask})))
     logits = 0.5 * q @ k.repeat_interleave(2, 1).transpose(2, 3)
     expected = logits.masked_fill(~shown, -math.inf).amax((0, 2, 3))
     for threshold in (-1e9, *expected.sort().values.tolist()):
-        found = largest_logits(q, seen, 0.5, threshold - 1e-3)
+        found = largest_logits(made, threshold - 1e-3)
         torch.testing.assert_close(found[expected >= threshold], expected[expected >= threshold])
 
 
 def test_a_head_with_nan_does_not_hide_the_others_of_its_group():
     q, k = (torch.randn(2, heads, 9, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))
-    seen = Structure(k, k, None, None, True, None)
-    expected = largest_logits(q, seen, 0.5, 0.0)[1:]
+    made = Call(*call(q, k, k, scale=0.5, causal=True))
+    expected = largest_logits(made, 0.0)[1:]
     q[0, 0, 3] = math.nan
-    torch.testing.assert_close(largest_logits(q, seen, 0.5, 0.0)[1:], expected)
+    torch.testing.assert_close(largest_logits(made, 0.0)[1:], expected)
 
 
 def clipped_after(model: PreTrainedModel, *batches: dict[str, Any]) -> dict[str, Tensor]:

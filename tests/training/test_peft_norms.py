@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save, set_blend, set_knee
 from hf_qknorm.calibration.calibrate import METHODS
+from hf_qknorm.model import raw_heads
 from hf_qknorm.model.attention import every_norm, head_norms, patched_layers
 from hf_qknorm.model.knees import apply_knee, powers_of
 from qknorm_tests.kneed import logits, wrapped
@@ -75,15 +76,12 @@ def test_the_adapters_copy_of_a_norm_is_used_and_merged(preset, backend):
 def test_kernels_take_the_copy_in_use_unless_the_wrapper_is_watched():
     adapted = wrapped(patched())
     layer = next(iter(patched_layers(adapted).values()))
-    x = torch.randn(1, 4, 3, 16)
-    wrapper = layer.q_norm
-    assert layer._for_kernels("q_norm", x)[1].gain is wrapper.modules_to_save["default"].weight
+    wrapper, here = layer.q_norm, torch.device("cpu")
+    assert raw_heads.as_norm(wrapper, here).gain is wrapper.modules_to_save["default"].weight
     with adapted.disable_adapter():
-        assert layer._for_kernels("q_norm", x)[1].gain is wrapper.original_module.weight
+        assert raw_heads.as_norm(wrapper, here).gain is wrapper.original_module.weight
     handle = wrapper.register_forward_hook(lambda module, args, output: output * 2)
-    normed, norm = layer._for_kernels("q_norm", x)
-    assert norm.kind == "none"
-    assert torch.equal(normed, 2 * wrapper.modules_to_save["default"](x.transpose(1, 2)).transpose(1, 2))
+    assert raw_heads.as_norm(wrapper, here) is None
     handle.remove()
 
 

@@ -27,6 +27,7 @@ from hf_qknorm import (
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.in_memory import InMemoryName
 from hf_qknorm.model.knees import NO_NORM, knee_of, powers_of
+from hf_qknorm.ops.cpu import build
 from hf_qknorm.training.removal import START, _as_llama
 from qknorm_tests.kneed import REMOVED, kneed, logits, plain, qwen3
 from qknorm_tests.short_runs import SaveAt, assert_equal_weights, trainer
@@ -37,7 +38,8 @@ TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
 
 
 @pytest.mark.parametrize("settings", [{}, {"attention_bias": True, "tie_word_embeddings": True}])
-def test_a_qwen3_is_a_llama_with_its_norms_as_a_scheme(settings):
+def test_a_qwen3_is_a_llama_with_its_norms_as_a_scheme(settings, monkeypatch):
+    monkeypatch.setenv(build.SWITCH, "0")  # Qwen 3's norms are in PyTorch
     model = qwen3(**settings)
     as_llama = _as_llama(model)
     assert torch.equal(logits(as_llama), logits(model))

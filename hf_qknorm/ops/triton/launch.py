@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from threading import local
 from typing import Any, Final, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from hf_qknorm.ops.triton.architectures import (
@@ -92,46 +88,8 @@ def launch(
     for name in ("C", "BEYOND"):
         if name in options and not INTERPRETED:
             options[name] = _with_constant_fields(options[name])
-    with on(device), _disable_current_modes() if _records.open else nullcontext():  # the interpreter copies tensors
-        started = kernel[grid](*arguments, **options, enable_fp_fusion=True)
-    for record in _records.open:
-        named = _defaults(kernel) | options | dict(zip(kernel.arg_names, arguments, strict=False))
-        record.append(Launch(started or kernel, (*grid, 1, 1)[:3], {name: named[name] for name in kernel.arg_names}))
-
-
-@cache
-def _defaults(kernel: Any) -> dict[str, Any]:
-    """The arguments that a kernel has without being given."""
-    parameters = inspect.signature(kernel.fn).parameters.values()
-    return {x.name: x.default for x in parameters if x.default is not inspect.Parameter.empty}
-
-
-class Launch(NamedTuple):
-    """A launch: the compiled kernel (the kernel itself in the interpreter), its grid, and its arguments in order."""
-
-    started: Any
-    grid: tuple[int, ...]
-    arguments: dict[str, Any]
-
-
-class _Records(local):
-    """The lists that `recorded` fills, of each thread its own: another thread's launches belong to other calls."""
-
-    def __init__(self) -> None:
-        self.open: list[list[Any]] = []
-
-
-_records = _Records()
-
-
-@contextmanager
-def recorded(launches: list[Any]) -> Iterator[None]:
-    """A context that adds this thread's launches inside to a list."""
-    _records.open.append(launches)
-    try:
-        yield
-    finally:
-        _records.open.pop()
+    with on(device):
+        kernel[grid](*arguments, **options, enable_fp_fusion=True)
 
 
 def on(device: torch.device) -> AbstractContextManager[Any]:

@@ -14,6 +14,7 @@ from fuzz.tables import CPP, TRITON
 from hf_qknorm.ops import operators
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.norms import NORMS, SHARPNESSES
+from hf_qknorm.ops.registration import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,9 +59,6 @@ class _Draw:
             for name, (heads, rows) in count.items()
         }
 
-    def cache(self, rows: int) -> Values:
-        return {name: self.normal(self.batch, self.heads_kv, rows, self.columns) for name in ("keys", "values")}
-
     def angles(self) -> Values:
         if self.columns < 2 or self.random.random() < 0.3:
             return {"cos": None, "sin": None, "interleaved": False}
@@ -68,10 +66,10 @@ class _Draw:
         angle = self.normal(rows, self.queries, pairs, dtype=torch.float32)
         return {"cos": angle.cos(), "sin": angle.sin(), "interleaved": self.random.random() < 0.5}
 
-    def visible(self, keys: int, *, dropout: bool = True) -> Values:
+    def visible(self, keys: int) -> Values:
         start = torch.arange(self.queries).div(3, rounding_mode="floor").expand(self.batch, -1)
         stop = (torch.arange(self.queries) + 1 + keys - self.queries).expand(self.batch, -1)
-        rate = self.maybe(lambda: 0.25) if dropout else None
+        rate = self.maybe(lambda: 0.25)
         return {
             "ranges": self.maybe(lambda: torch.stack([start, stop], -1).to(torch.int32)),
             "sinks": self.maybe(lambda: self.normal(self.heads)),
@@ -128,23 +126,8 @@ def _cpp_norm_rope_backward(seed: int) -> Values:
     return values | {"grad": torch.ones_like(values["x"])}
 
 
-def _cpp_append(seed: int) -> Values:
-    draw = _Draw(seed, fused=False)
-    norms = {name: x for name, x in draw.norms().items() if not name.endswith(("_kind", "_blend", "_stored_eps", "_p"))}
-    switches = {
-        f"{side}_{name}": draw.random.random() < 0.5 for side in "qk" for name in ("normed", "centred", "summed")
-    }
-    return draw.queries_keys_values(draw.queries) | draw.cache(draw.queries + 4) | switches | norms
-
-
-def _cpp_step(seed: int) -> Values:
-    values, draw = _cpp_append(seed), _Draw(seed, fused=False)
-    visible = draw.visible(values["keys"].shape[2])
-    return values | {name: visible[name] for name in visible if name not in ("seed", "dropout")} | {"cap": 5.0}
-
-
 def _cpp_call(name: str, values: Values) -> list[Tensor]:
-    overload = getattr(build.operators(), name).default
+    overload = build.overload(name)
     found = overload(*(values.get(x.name, 0.5) for x in overload._schema.arguments))  # measure's threshold
     returned = [found] if isinstance(found, Tensor) else [*(found or ())]
     return returned + [values[x.name] for x in overload._schema.arguments if x.alias_info is not None]
@@ -169,7 +152,7 @@ def _plain_norms() -> Values:
 def _fused_backward(seed: int) -> Values:
     values = _fused(seed)
     with torch.no_grad():
-        out, normaliser, *_ = operators.FUSED_ATTENTION(values)
+        out, normaliser, *_ = _run(operators.FUSED_ATTENTION, values)
     grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
     return values | {"grad": grad, "out": out, "normaliser": normaliser}
 
@@ -185,20 +168,13 @@ def _norm_rope_backward(seed: int) -> Values:
     return values | {"dq": torch.ones_like(values["q"]), "dk": torch.ones_like(values["k"])}
 
 
-def _step(seed: int) -> Values:
-    draw = _Draw(seed, fused=True)
-    heads, room = draw.queries_keys_values(draw.queries), draw.queries + 4
-    options = {"filled": draw.maybe(lambda: torch.tensor(3)), "mask": None, "softcap": draw.maybe(lambda: 5.0)}
-    return heads | draw.cache(room) | draw.norms() | draw.visible(room, dropout=False) | options
+def _run(operator: Operator, values: Values) -> Any:
+    return operator(*(values[name] for name in operator.fields))
 
 
 def _fused_call(name: str, values: Values) -> list[Tensor]:
-    operator = FUSED[name]
     with torch.no_grad():
-        found = operator(values)
-    returned = [found] if isinstance(found, Tensor) else [x for x in found if x is not None]
-    written = [field for field, kind in operator.fields.items() if "!" in kind and values[field] is not None]
-    return returned + [values[field] for field in written]
+        return [*_run(FUSED[name], values)]
 
 
 FUSED = {
@@ -206,16 +182,14 @@ FUSED = {
     "fused_attention_backward": operators.FUSED_ATTENTION_BACKWARD,
     "norm_rope": operators.NORM_ROPE_HEADS,
     "norm_rope_backward": operators.NORM_ROPE_BACKWARD,
-    "fused_step": operators.FUSED_STEP,
 }
 DRAWS = {
     "cpp": {
         "backward": _cpp_backward, "norm_rope": _cpp_norm_rope, "norm_rope_backward": _cpp_norm_rope_backward,
-        "append": _cpp_append, "step": _cpp_step,
     },
     "triton": {
         "fused_attention": _fused, "fused_attention_backward": _fused_backward, "norm_rope": _norm_rope,
-        "norm_rope_backward": _norm_rope_backward, "fused_step": _step,
+        "norm_rope_backward": _norm_rope_backward,
     },
 }  # fmt: skip
 

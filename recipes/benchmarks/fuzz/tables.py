@@ -97,10 +97,6 @@ def _some(sizes: Sizes, values: Values) -> bool:
     return sizes["B"] * sizes["T"] > 0
 
 
-def _filled_fits(sizes: Sizes, values: Values) -> bool:
-    return 0 <= int(values["filled"]) <= sizes["S"] - sizes["T"]
-
-
 SINGLE: Final = Line(SCALAR, FLOATING, optional=True)
 KINDS: Final = Number("a name of ops/norms.py, or none", lambda x, values: x in (*NORMS, "none"))
 
@@ -145,32 +141,6 @@ FUSED_BACKWARD: Final[Table] = FUSED | {"grad": OF_Q_HEADS, "out": OF_Q_HEADS, "
 NEW_KEYS: Final = Line("B Hk T D", OF_Q, limits=(GROUPS,))
 NORM_ROPE: Final[Table] = {"q": FUSED_Q, "k": NEW_KEYS} | FUSED_NORMS
 NORM_ROPE_BACKWARD: Final[Table] = NORM_ROPE | {"dq": Line("B H T D", FLOATING), "dk": Line("B Hk T D", FLOATING)}
-CACHE: Final[Table] = {
-    "v": Line("B Hk T D", OF_Q),
-    "keys": Line("B Hk S D", OF_Q, "rows", limits=(("S ≥ T", lambda sizes, values: sizes["S"] >= sizes["T"]),)),
-    "values": Line("B Hk S D", OF_Q, "rows"),
-}
-STEP: Final[Table] = (
-    {"q": FUSED_Q, "k": NEW_KEYS}
-    | CACHE
-    | FUSED_NORMS
-    | {
-        "filled": Line(SCALAR, "int64", optional=True, limits=(("from 0 to S - T", _filled_fits),)),
-        **{name: FUSED[name] for name in ("ranges", "sinks", "seed", "mask", "scale", "softcap", "causal", "window")},
-        "dropout": Number("0", lambda x, values: x == 0),
-    }
-)
-
-_UNLIKE_FUSED: Final = ("_kind", "_blend", "_stored_eps", "_eps", "_p")
-CPP_APPEND: Final[Table] = {
-    **{"q": Q, "k": NEW_KEYS, **CACHE},
-    **{name: line for name, line in FUSED_NORMS.items() if not name.endswith(_UNLIKE_FUSED)},
-    **{f"{side}_eps": CPP_NORM_ROPE["eps"] for side in "qk"},
-}
-CPP_STEP: Final[Table] = CPP_APPEND | {
-    name: ATTENTION[name] for name in ("ranges", "sinks", "scale", "cap", "causal", "window")
-}
-
 # The operators of the C++ library, and those of Triton's kernels.
 CPP: Final[dict[str, Table]] = {
     "attend": ATTENTION,
@@ -179,13 +149,10 @@ CPP: Final[dict[str, Table]] = {
     "backward": BACKWARD,
     "norm_rope": CPP_NORM_ROPE,
     "norm_rope_backward": CPP_NORM_ROPE_BACKWARD,
-    "append": CPP_APPEND,
-    "step": CPP_STEP,
 }
 TRITON: Final[dict[str, Table]] = {
     "fused_attention": FUSED,
     "fused_attention_backward": FUSED_BACKWARD,
     "norm_rope": NORM_ROPE,
     "norm_rope_backward": NORM_ROPE_BACKWARD,
-    "fused_step": STEP,
 }

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hf_qknorm.ops.cpu import attention
+from hf_qknorm.ops.types import Call
 from qknorm_tests.attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
 from qknorm_tests.cpu_cases import cpu_dropout, cpu_results, linear_memory_terms
 from qknorm_tests.error_budget import assert_within_budget, verdict
@@ -53,7 +54,7 @@ def assert_is_the_oracle(case: Case, dtype: torch.dtype) -> None:
     exact = oracle_terms(case, inputs.to(torch.float64), None if dropped is None else dropped.double())
     plain = oracle_terms(case, inputs, dropped), linear_memory_terms(case, inputs, dropped)
     with torch.no_grad():
-        alone = attention.attend(inputs.heads, inputs.visible, case.options)
+        alone = attention.attention(Call(inputs.heads, inputs.visible, case.options))
     for name, result in (*cpu_results(case, inputs).items(), ("out", alone)):
         assert result.dtype == dtype
         assert result.isfinite().all(), name
@@ -112,7 +113,7 @@ def test_few_rows_are_within_the_budget(few: Case, dtype: torch.dtype) -> None:
     inputs = draw_inputs(few, dtype)
     exact, eager = oracle_terms(few, inputs.to(torch.float64)), oracle_terms(few, inputs)
     with torch.no_grad():
-        got, again = (attention.attend(inputs.heads, inputs.visible, few.options) for _ in range(2))
+        got, again = (attention.attention(Call(inputs.heads, inputs.visible, few.options)) for _ in range(2))
     assert got.dtype == dtype
     assert torch.equal(got, again)
     assert_within_budget(got, exact["out"], eager["out"])

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_qknorm.attend import cpu_kernels
-from hf_qknorm.attend.calls import Structure
 from hf_qknorm.measure import logits
 from hf_qknorm.ops import reference, tiled
-from hf_qknorm.ops.cpu import attention
+from hf_qknorm.ops.cpu import attention, build
+from hf_qknorm.ops.types import Call
 from qknorm_tests.attention_tables import LENGTH_CASES, OPTION_CASES, RANGE_CASES, SHAPE_CASES
 from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.operator_calls import call
 from qknorm_tests.tiled_cases import Case, draw_inputs
 
 CASES = [x for x in (*LENGTH_CASES, *SHAPE_CASES, *OPTION_CASES, *RANGE_CASES) if x.mask is None and not x.dropout]
@@ -47,14 +47,12 @@ def test_models_are_measured_by_it_but_for_arbitrary_masks(monkeypatch: pytest.M
     inner = attention.head_statistics
     monkeypatch.setattr(attention, "head_statistics", lambda *given: calls.append(given) or inner(*given))
     q, k = torch.randn(1, 4, 6, 16), torch.randn(1, 2, 6, 16)
-    seen = Structure(k, k, None, None, True, None)
-    logits.measure(q, seen, 0.25, None, cap=50.0)  # the first call checks it
-    calls.clear()
-    found, _ = logits.measure(q, seen, 0.25, None, cap=50.0)
+    causal = Call(*call(q, k, k, scale=0.25, causal=True))
+    found, _ = logits.measure(causal, cap=50.0)
     assert len(calls) == 1
-    masked = seen._replace(mask=reference.visible(6, 6, causal=True)[None, None], causal=False)
-    other, _ = logits.measure(q, masked, 0.25, None, cap=50.0)
+    mask = reference.visible(6, 6, causal=True)[None, None]
+    other, _ = logits.measure(Call(*call(q, k, k, scale=0.25, mask=mask)), cap=50.0)
     torch.testing.assert_close(found, other)
-    monkeypatch.setenv(cpu_kernels.SWITCH, "0")
-    logits.measure(q, seen, 0.25, None, cap=50.0)
+    monkeypatch.setenv(build.SWITCH, "0")
+    logits.measure(causal, cap=50.0)
     assert len(calls) == 1

@@ -11,8 +11,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from hf_qknorm.ops import library, operators
-from hf_qknorm.ops.registration import flatten, flatten_norms
-from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.registration import pack, pack_norms
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 from qknorm_tests.error_budget import error
 from qknorm_tests.operator_calls import call
 from qknorm_tests.slow import slow_but
@@ -43,6 +43,7 @@ def wanted(parts: dict, *tensors: Tensor) -> list[Tensor]:
     return [*tensors, parts["q_norm"].gain, parts["k_norm"].gain, parts["k_norm"].bias]
 
 
+CHECKED = ("test_schema", "test_faketensor")  # `differentiable` has the gradients
 OPTIONS = {
     "capped": Options(0.25, 5.0, causal=True),
     "uncapped": Options(0.25),
@@ -58,23 +59,20 @@ OPTIONS = {
 def test_fused_attention_passes_torchs_opcheck(name: str, knee: float) -> None:
     seed = torch.tensor([3], device=DEVICE) if name == "dropout" else None
     sinks = draw(H) if name == "window" else None
-    values = flatten(Heads(*heads(), **parts(knee=knee)), Visible(None, sinks, seed), OPTIONS[name])
-    values["statistics"] = name == "uncapped"
-    opcheck(operators.FUSED_ATTENTION.overload, operators.FUSED_ATTENTION.arguments(values))
+    values = pack(Heads(*heads(), **parts(knee=knee)), Visible(None, sinks, seed), OPTIONS[name])
+    values = (*(x.detach() if isinstance(x, Tensor) else x for x in values), name == "uncapped")
+    opcheck(operators.FUSED_ATTENTION.overload, values, test_utils=CHECKED)
+    out, normaliser, *_ = operators.FUSED_ATTENTION(*values)
+    opcheck(operators.FUSED_ATTENTION_BACKWARD.overload, (out, out, normaliser, *values), test_utils=CHECKED)
 
 
 @pytest.mark.costly
 @pytest.mark.parametrize("knee", [4.0])
 def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
-    q, k, v = heads()
-    values = {"q": q, "k": k, **flatten_norms(**parts(knee=knee))}
-    opcheck(operators.NORM_ROPE_HEADS.overload, operators.NORM_ROPE_HEADS.arguments(values))
-    values |= {"v": v, **{name: torch.zeros(B, HK, 12, D, device=DEVICE) for name in ("keys", "values")}}
-    fixed = {name: x.detach() if isinstance(x, Tensor) else x for name, x in values.items()}
-    fixed |= dict.fromkeys(Visible._fields) | Options(0.25, 50.0, causal=True)._asdict()
-    for filled in (torch.tensor(2, device=DEVICE), None):
-        step = operators.FUSED_STEP.arguments(fixed | {"filled": filled})
-        opcheck(operators.FUSED_STEP.overload, step, test_utils=("test_schema", "test_faketensor"))
+    q, k, _ = heads()
+    packed = [x.detach() if isinstance(x, Tensor) else x for x in (q, k, *pack_norms(*parts(knee=knee).values()))]
+    opcheck(operators.NORM_ROPE_HEADS.overload, packed, test_utils=CHECKED)
+    opcheck(operators.NORM_ROPE_BACKWARD.overload, (q.detach(), k.detach(), *packed), test_utils=CHECKED)
 
 
 @pytest.mark.slow
@@ -149,21 +147,6 @@ def test_saved_memory_is_linear_in_length() -> None:
     own = [list(x.shape) for x in kept if x.data_ptr() not in given]
     assert sorted(own) == [[B, H, 100, 2], [B, H, 100, D]]
     assert out.shape == (B, H, 100, D)
-
-
-def test_writing_a_cache_with_gradients_is_refused() -> None:
-    q, k, v = heads()
-    keys, values = (torch.zeros(B, HK, 12, D, device=DEVICE) for _ in range(2))
-    cache = LayerCache(keys, values, torch.tensor(2, device=DEVICE))
-    constants = Heads(q.detach(), k.detach(), v.detach(), Norm("rms", draw(D)))
-    for given in (Heads(q, k, v), constants):
-        with pytest.raises(ValueError, match=r"no gradient.*torch.no_grad"):
-            library.fused_step(given, cache, Visible(), OPTIONS["capped"])
-    with torch.no_grad():
-        library.fused_step(Heads(q, k, v), cache, Visible(), OPTIONS["capped"])
-    assert torch.equal(keys[:, :, 2 : 2 + T], k)
-    assert torch.equal(values[:, :, 2 : 2 + T], v)
-    assert not keys[:, :, :2].any()
 
 
 @pytest.mark.parametrize("queries", [1, T])

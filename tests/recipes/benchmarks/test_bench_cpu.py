@@ -11,7 +11,7 @@ import torch
 from hf_qknorm.ops.cpu import build
 
 
-@pytest.mark.skipif(build.why_unavailable() is not None, reason="needs the C++ kernels")
+@pytest.mark.skipif(build._why_impossible() is not None, reason="needs the C++ kernels")
 def test_the_page_has_every_ratio_and_its_limit(monkeypatch):
     rows = bench.Row(96, 16, torch.float32, 1e9, bench.LIMITS[1].names), bench.Row(64, 16, torch.bfloat16, 0.0)
     monkeypatch.setattr(bench, "LIMITS", rows)

@@ -10,7 +10,7 @@ import pytest
 from hf_qknorm.ops.cpu import build
 
 
-@pytest.mark.skipif(build.why_unavailable() is not None, reason="needs the C++ kernels")
+@pytest.mark.skipif(build._why_impossible() is not None, reason="needs the C++ kernels")
 def test_the_page_has_every_pass(monkeypatch):
     monkeypatch.setattr(bench, "ROUNDS", 1 << 12)
     page = bench.report(Namespace(threads=[1], turns=3, lengths=[64]), [])

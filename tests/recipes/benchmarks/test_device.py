@@ -30,7 +30,7 @@ def test_every_file_of_the_plan_exists():
     assert set(plans.TESTS) <= set(stages["tests"].command)
     named = {x.partition("::")[0] for stage in stages.values() for x in stage.command}
     files = {x for x in named if x.startswith(("tests/", str(plans.HERE)))}
-    assert len(files) == 10
+    assert len(files) == 9
     assert all((ROOT / file).exists() for file in files)
     assert stages["benchmark"].command[-2:] == ("--commit", "abc")
 

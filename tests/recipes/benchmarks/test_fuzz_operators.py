@@ -28,14 +28,14 @@ def faults(target: Target, seed: int, *, only_misfits: bool = False) -> list[str
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", CPP)
 def test_cpp_operators(name: str, seed: int) -> None:
-    if (reason := build.why_not_built()) is not None:
+    if (reason := build.why_not()) is not None:
         pytest.skip(reason)
     target = next(x for x in targets("cpp") if x.name == name)
     assert faults(target, seed) == []
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", TRITON)
+@pytest.mark.parametrize("name", [name for name in TRITON if not name.endswith("_backward")])
 def test_triton_operators_refuse_what_does_not_fit(name: str, seed: int) -> None:
     pytest.importorskip("triton")
     target = next(x for x in targets("triton") if x.name == name)
@@ -112,7 +112,7 @@ def test_the_fuzz_finds_each_kind_of_fault(call, edit, found) -> None:
 
 @pytest.mark.parametrize("target", [*targets("cpp"), *targets("triton")], ids=lambda target: target.name)
 def test_edits_break_every_line_of_the_table(target: Target) -> None:
-    if (reason := build.why_not_built()) is not None:
+    if (reason := build.why_not()) is not None:
         pytest.skip(reason)
     broken = {name for name, line in target.table.items() if line is SWITCH}
     for seed in range(8):  # an optional argument is not in each draw

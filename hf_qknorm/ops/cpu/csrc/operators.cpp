@@ -160,7 +160,7 @@ Tensor run_step(const Tensor& q, const Tensor& k, const Tensor& v, Tensor keys, 
   "Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, int sharpness, " \
   "Tensor? cos, Tensor? sin, bool interleaved"
 
-TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
+TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("attend(" HF_QKNORM_CALL ") -> Tensor");
   library.def("forward(" HF_QKNORM_CALL ") -> (Tensor, Tensor)");
   library.def("backward(" HF_QKNORM_CALL
@@ -174,7 +174,7 @@ TORCH_LIBRARY(HF_QKNORM_LIBRARY, library) {
               ", Tensor? ranges, Tensor? sinks, float scale, float? cap, bool causal, int? window) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(HF_QKNORM_LIBRARY, CPU, library) {
+TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("attend", run_attend);
   library.impl("forward", run_forward);
   library.impl("backward", run_backward);

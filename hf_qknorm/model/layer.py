@@ -1,4 +1,4 @@
-"""`PlainAttention`: the attention forward that all families share, in PyTorch alone."""
+"""`QKNormAttention`: the attention forward that all families share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from hf_qknorm.attend import functions, servers
+from hf_qknorm.attend.calls import check_keys
 from hf_qknorm.families import Family
 from hf_qknorm.families.style import add_to_cache
-from hf_qknorm.ops.types import Heads
+from hf_qknorm.model import raw_heads
+from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NONE = SCHEMES["none"]
 
 
-class PlainAttention(nn.Module):
+class QKNormAttention(KneeStateDict, nn.Module):
     """Mixed into a model's own attention class: project → norm → RoPE → cache → attention function → output.
 
     The norms see the projections' whole output, adapters included, and come before RoPE and the cache. With the scheme
@@ -49,85 +51,65 @@ class PlainAttention(nn.Module):
         `layer_past` is GPT-NeoX's name for `past_key_values`. With `key_value_states` `[B, S, C]`, of an encoder, it
         is cross-attention. Other arguments are passed to the attention function.
         """
-        style, states = self.family.style, kwargs.pop("key_value_states", None)
-        cache = layer_past if past_key_values is None else past_key_values
-        self._add_options(kwargs)
+        style, cache = self.family.style, layer_past if past_key_values is None else past_key_values
+        states, taken = kwargs.pop("key_value_states", None), {name: kwargs.pop(name, None) for name in style.arguments}
+        options = kwargs | self.attention_options()
+        backend: str = self.config._attn_implementation  # once: to read a config takes as long as a small operator
         if states is not None:
-            out, weights = attend_across(self, hidden_states, states, attention_mask, cache, kwargs)
+            out, weights = attend_across(self, hidden_states, states, attention_mask, cache, options)
             return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
-        taken = {name: kwargs.pop(name, None) for name in style.arguments}
+
         q, k, v, *rest = style.project(self, hidden_states, **taken)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        backend = self.config._attn_implementation  # once: to read a config takes as long as a small operator
-        served = backend in servers.SERVER_BACKENDS
-        if style.parts is None:
-            if served:
-                servers.check_heads(self, q, k, v, kwargs)
-            v = self.normed("v_norm", v)
-        if cache is not None:
-            cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
         positions = position_embeddings if style.rotates(self) else None
-        found = self._attend_in_kernels(backend, Heads(q, k, v), attention_mask, positions, cache, kwargs)
+        cache = getattr(cache, "self_attention_cache", cache)  # of an encoder-decoder's, the decoder's
+        if style.parts is None:
+            if backend in servers.SERVER_BACKENDS:
+                servers.check_heads(self, q, k, v, options)
+            v = self.normed("v_norm", v)
+        if cache is None and isinstance(attention_mask, Tensor):
+            check_keys(attention_mask, q.shape[2])
+
+        found: tuple[Tensor, Tensor | None] | None
+        found = raw_heads.fused_attention(self, backend, q, k, v, attention_mask, positions, cache, options)
         if found is None:
-            q, k, v = self._norm_rotate(q, k, v, positions, cache, kwargs)
-            if style.prescaled:
-                kwargs["scaling"] = 1.0
-            if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
-                q, k = q.to(v.dtype), k.to(v.dtype)
+            q, k, v = self.norm_rotate(q, k, v, positions, cache, options)
             if cache is not None and k.shape[2]:  # a layer that shares another's keys has none
-                k, v = self._update(cache, k, v, kwargs)
+                k, v = add_to_cache(cache, k, v, style.slot(self, **options), options)
             if style.expand is not None:
-                k, v = style.expand(self, k, v, **kwargs)
-                q, k = q.to(v.dtype), k.to(v.dtype)
+                k, v = style.expand(self, k, v, **options)
+            q, k = q.to(v.dtype), k.to(v.dtype)
             if style.bias is not None:
-                kwargs["position_bias"] = style.bias(self, q, k, v=v, mask=attention_mask, **kwargs)
-            if served:
-                q = servers.for_server(self, q, kwargs)
-            self.show(q, k, v, attention_mask, kwargs)
-            found = self.attention_function()(self, q, k, v, attention_mask, **kwargs)
+                options["position_bias"] = style.bias(self, q, k, v=v, mask=attention_mask, **options)
+            found = functions.attend(self, backend, q, k, v, attention_mask, options)
         out, weights = found
         return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous(), *rest), weights
 
-    def _add_options(self, options: dict[str, Any]) -> None:
-        """Add the layer's own options of the attention function to the call's."""
-        options["scaling"], options["sliding_window"] = self.logit_scale, self.window
+    def norm_rotate(
+        self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]`: by a kernel, or by the norms and the model's RoPE."""
+        style = self.family.style
+        if not style.prescaled and (made := raw_heads.norm_rotate(self, q, k, v, positions)) is not None:
+            return *made, v
+        if style.parts is None:
+            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
+        if style.prescaled:
+            q, options["scaling"] = q * self.logit_scale, 1.0
+        q, k, v = style.rotate(self, q, k, v, positions, past_key_values=cache, **options)
+        if not q.dtype == k.dtype == v.dtype:  # under autocast, fp32 gains or cos and sin promote them
+            q, k = q.to(v.dtype), k.to(v.dtype)
+        return q, k, v
+
+    def attention_options(self) -> dict[str, Any]:
+        """The layer's own options of the attention function."""
+        options: dict[str, Any] = {"scaling": self.logit_scale, "sliding_window": self.window}
         options["dropout"] = self.family.style.dropout(self) if self.training else 0.0
         if (softcap := self.softcap) is not None:
             options["softcap"] = softcap
         if "sinks" in self._parameters or "sinks" in vars(self):  # hasattr takes as long as a small operator
             options["s_aux"] = self.sinks
-
-    def _attend_in_kernels(
-        self, backend: str, heads: Heads, mask: Tensor | None, positions: Any, cache: Any, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor | None] | None:
-        """Attention of heads as they are projected, by kernels that norm and rotate; None if no kernel takes them."""
-        return None
-
-    def attention_function(self) -> Callable[..., tuple[Tensor, Tensor | None]]:
-        style = self.family.style
-        another_scale = style.inline and self.logit_scale != self.own_scale  # than the model's own function applies
-        eager = functions.eager_attention if another_scale else style.eager(self)
-        return functions.attention_function(self, self.scheme, eager)
-
-    def _update(self, cache: Any, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The cache's keys and values with the new ones; a paged cache changes `options`."""
-        return add_to_cache(cache, k, v, self.family.style.slot(self, **options), options)
-
-    def _norm_rotate(
-        self, q: Tensor, k: Tensor, v: Tensor, positions: Any, cache: Any, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]`, by the norms' and the model's own functions."""
-        style = self.family.style
-        if style.parts is None:
-            q, k = self.normed("q_norm", q), self.normed("k_norm", k)
-        if style.prescaled:
-            q = q * self.logit_scale
-        return style.rotate(self, q, k, v, positions, past_key_values=cache, **options)
-
-    def show(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]) -> None:
-        """Show the heads `[B, H or Hk, T or S, D]` that attention gets to the observers."""
-        for observer in self.observers:
-            observer(self, q, k, v, mask, options)
+        return options
 
     def normed(self, name: str, x: Tensor) -> Tensor:
         """Apply the scheme's norm of that name to x `[B, H, T, D]`, if there is one."""
@@ -209,6 +191,4 @@ def attend_across(
     q, k = q.to(v.dtype), k.to(v.dtype)
     if style.bias is not None:
         options["position_bias"] = style.bias(layer, q, k, v=v, mask=mask, **options)
-    layer.show(q, k, v, mask, options)
-    found: tuple[Tensor, Tensor | None] = layer.attention_function()(layer, q, k, v, mask, **options)
-    return found
+    return functions.attend(layer, layer.config._attn_implementation, q, k, v, mask, options)

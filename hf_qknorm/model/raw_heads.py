@@ -1,0 +1,114 @@
+"""Heads as they are projected, for kernels that norm and rotate them; stand-alone code has no such kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from hf_qknorm.attend import implementations
+from hf_qknorm.attend.calls import as_results, is_ranges, make_call
+from hf_qknorm.attend.functions import weights_wanted
+from hf_qknorm.attend.implementations import TRITON, device_type
+from hf_qknorm.families.style import add_to_cache
+from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked, run_pre_hooks
+from hf_qknorm.ops import library
+from hf_qknorm.ops.cpu import norm_rope as cpp
+from hf_qknorm.ops.types import Heads, Norm, Rotary
+
+
+def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> tuple[Tensor, Tensor] | None:
+    """Queries and keys normed and rotated by a kernel: Triton's on CUDA, C++ on a CPU; None if there is none for them.
+
+    Without norms the model's own RoPE is as fast.
+    """
+    if not ("q_norm" in layer._modules or "k_norm" in layer._modules) or layer.family.rope is None:
+        return None
+    heads = raw_heads(layer, q, k, v, positions)
+    if heads is None or heads.q_norm.kind == heads.k_norm.kind == "none":
+        return None
+    match device_type(q):
+        case "cuda" if library.why_not_fused(*heads[:3]) is None:
+            return library.norm_rope(_after_hooks(layer, heads))
+        case "cpu" if cpp.why_not(heads) is None:
+            return cpp.norm_rope(_after_hooks(layer, heads))
+    return None
+
+
+def fused_attention(
+    layer: Any, backend: str, q: Tensor, k: Tensor, v: Tensor, mask: Any, positions: Any, cache: Any,
+    options: dict[str, Any],
+) -> tuple[Tensor, None] | None:  # fmt: skip
+    """Attention of raw heads by the Triton kernels, which keep nothing else for backward; None if they do not take it.
+
+    They see the new keys alone: there is no cache, or an empty one, which gets them.
+    """
+    if not (backend == TRITON.name or (backend == "hf_qknorm" and device_type(q) == "cuda")):
+        return None
+    slot = 0 if cache is None else layer.family.style.slot(layer, **options)
+    alone = cache is None or (type(cache) is DynamicCache and not cache.get_seq_length(slot))
+    if not alone or layer.family.rope is None or layer.observers or weights_wanted(options):
+        return None
+    if v.shape[-1] > k.shape[-1] or (mask is not None and not is_ranges(mask)):  # a norm would see the padding
+        return None
+    heads = raw_heads(layer, q, k, v, positions)
+    if heads is None or library.why_not_fused(*heads[:3]) is not None:
+        return None
+    heads = _after_hooks(layer, heads)
+    call = make_call(layer, heads, mask, **options)
+    if cache is not None:
+        add_to_cache(cache, library.norm_rope_one(heads.k, heads.k_norm, heads.rotary), v, slot, options)
+    implementations.log_once("runs its Triton kernels, norm and RoPE included")
+    return as_results(library.fused_attention(*call), v)
+
+
+def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> Heads | None:
+    """Heads with their norms and rotation; None if a hook, or a module of another's, must run in a norm's place."""
+    q_norm, k_norm = (as_norm(layer.norm_module(name), q.device) for name in ("q_norm", "k_norm"))
+    if q_norm is None or k_norm is None:
+        return None
+    if not q.dtype == k.dtype == v.dtype:  # a model's own norm may promote them
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    return Heads(q, k, v, q_norm, k_norm, kernel_rotary(positions, layer.family.rope))
+
+
+def as_norm(module: Any, device: torch.device) -> Norm | None:
+    """A layer's norm on a device, the identity without one; None if its hooks do not end before it."""
+    norm = active_copy(module)
+    if norm is None:
+        return Norm()
+    if not is_unhooked(norm) or (norm is not module and not is_unhooked(module)):
+        return None
+    if type(norm) is nn.Identity:  # it has hooks of an observer
+        return Norm()
+    return norm.as_norm(device) if type(norm) is HeadNorm else None
+
+
+def _after_hooks(layer: Any, heads: Heads) -> Heads:
+    """Heads after the hooks before the layer's norms, which run once: after the choice of a kernel."""
+    found = []
+    for name, x in (("q_norm", heads.q), ("k_norm", heads.k)):
+        module = layer.norm_module(name)
+        for norm in dict.fromkeys((module, active_copy(module))):
+            if norm is not None and norm._forward_pre_hooks:
+                x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
+        found.append(x)
+    return heads._replace(q=found[0], k=found[1])
+
+
+def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:
+    """The kernels' rotation from a model's cos and sin: `[B, T, R]` with each angle twice, or `[B, T, R/2]`.
+
+    `rope` is the family's field. "halves": columns i and i + R/2 turn together. "pairs": columns 2i and 2i + 1 do, and
+    the angles are ordered likewise. "pairs_by_halves": as pairs, with angles in the order of halves. "once": as halves,
+    with each angle once.
+    """
+    if positions is None:
+        return None
+    cos, sin = positions
+    width = cos.shape[-1]
+    if rope != "once":
+        cos, sin = (x[..., ::2] if rope == "pairs" else x.narrow(-1, 0, width // 2) for x in (cos, sin))
+    return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))
