@@ -38,7 +38,7 @@ def _(*arguments: Any) -> Results:
 
     heads, visible, options = unpack(arguments[:-1])
     fused_checks.check_attention(heads, visible, options)
-    return attention.forward(heads, visible.for_kernels(len(heads.q)), options, statistics=arguments[-1])
+    return attention.forward(heads, visible.for_kernels(len(heads.q)), options, arguments[-1])
 
 
 @FUSED_ATTENTION.fake
