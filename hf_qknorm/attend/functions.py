@@ -126,9 +126,10 @@ def best_attention(
     """The first of `IMPLEMENTATIONS` that takes the call; `attn_implementation="hf_qknorm"`.
 
     All need memory linear in the length, and together support cap, window, sinks and dropout. For
-    `output_attentions=True` it is the eager function, which holds every logit in memory.
+    `output_attentions=True`, and in an exported graph, which has operators of torch alone, it is the eager function,
+    which holds every logit in memory.
     """
-    if weights_wanted(kwargs):
+    if weights_wanted(kwargs) or torch.compiler.is_exporting():
         log_once("forms every logit in memory, for output_attentions=True")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
     show(module, query, key, value, attention_mask, kwargs)

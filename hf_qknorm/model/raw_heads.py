@@ -26,6 +26,8 @@ def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> 
     """
     if not ("q_norm" in layer._modules or "k_norm" in layer._modules) or layer.family.rope is None:
         return None
+    if torch.compiler.is_exporting():  # such a graph has operators of torch alone
+        return None
     heads = raw_heads(layer, q, k, v, positions)
     if heads is None or heads.q_norm.kind == heads.k_norm.kind == "none":
         return None
@@ -45,7 +47,8 @@ def fused_attention(
 
     They see the new keys alone: there is no cache, or an empty one, which gets them.
     """
-    if not (backend == TRITON.name or (backend == "hf_qknorm" and device_type(q) == "cuda")):
+    chosen = backend == "hf_qknorm" and device_type(q) == "cuda" and not torch.compiler.is_exporting()
+    if not (backend == TRITON.name or chosen):
         return None
     slot = 0 if cache is None else layer.family.style.slot(layer, **options)
     alone = cache is None or (type(cache) is DynamicCache and not cache.get_seq_length(slot))

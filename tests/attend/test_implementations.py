@@ -146,11 +146,6 @@ def operators_of(graph: torch.fx.GraphModule) -> set[str]:
     return {str(node.target).split(".")[0] for node in graph.graph.nodes if "hf_qknorm" in str(node.target)}
 
 
-def test_an_exported_graph_has_no_operators_of_one_machine():
-    found = torch.export.export(Attention(), (torch.randn(1, 2, 9, 16),))
-    assert operators_of(found.graph_module) == {"hf_qknorm"}  # the namespace of the compiled ones has a digest
-
-
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
 def test_a_compiled_graph_with_symbols_has_the_cpp_operators(dropout):
