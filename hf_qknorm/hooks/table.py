@@ -47,7 +47,7 @@ def install_hooks() -> None:
 
     HF_QKNORM_HOOKS=0 leaves the needed ones. Raises ValueError for a value that is neither 1 nor 0.
     """
-    value = os.environ.get(SWITCH, "1")
+    value = os.environ.get(SWITCH) or "1"
     if value not in ("0", "1"):
         raise ValueError(
             f"{SWITCH} must be 1 (all changes to other libraries) or 0 (those that patched models need), got {value!r}"

@@ -49,7 +49,7 @@ def why_not(wait: bool = True) -> str | None:
 
 @constant_in_traces
 def _why_not(wait: bool, traced: bool, exported: bool) -> str | None:
-    wanted = os.environ.get(SWITCH)
+    wanted = os.environ.get(SWITCH) or None
     if exported:
         return "an exported graph runs on machines without the C++ kernels, too"
     if wanted not in (None, "0", "1"):
