@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm.attend import functions
-from hf_qknorm.families import Family, check_scheme, family_of
+from hf_qknorm.families import Family, family_of
 from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.config_checks import no_attention_error
@@ -67,9 +67,8 @@ def patch_model(
     picked = pick_tower(model, tower)
     if picked is not None:
         return _patch_tower(model, *picked, scheme, attn_implementation)
-    family = family_of(model.config)
     scheme = scheme.resolve()
-    check_scheme(model.config.model_type, model.config, scheme)
+    family = family_of(model.config, scheme)
     require_own_forward(model, family)
     if not scheme.changes_nothing:
         check_one_config(model, own_layers(model, family))
@@ -77,7 +76,7 @@ def patch_model(
         check_offload(model, own_layers(model, family))
     if not scheme.pre_norm:
         check_foldable(model, family)
-    backend = _backend(model, scheme, attn_implementation)
+    backend = _backend(model, family, scheme, attn_implementation)
     base_backend = model.config._attn_implementation
     configs = [(owner, patched_config(owner.config, scheme)) for owner in config_owners(model)]
     for _, config in configs if scheme.changes_nothing else ():
@@ -105,15 +104,16 @@ def patch_model(
     return model
 
 
-def _backend(model: PreTrainedModel, scheme: Scheme, asked: str | None) -> str | None:
+def _backend(model: PreTrainedModel, family: Family, scheme: Scheme, asked: str | None) -> str | None:
     """The attention backend to set: the one asked for, or that a cap needs; None for the model's own."""
-    backend = asked or (None if scheme.softcap is None else functions.cap_backend(model.config))
-    if backend is None:
-        return None
-    functions.check_mask_function(backend)
+    if asked is not None:
+        functions.check_mask_function(asked)
     if scheme.softcap is not None:
-        functions.check_cap_backend(backend, scheme.softcap)
-    return str(model.get_correct_attn_implementation(backend))
+        own_forward = family.runs_own_forward(model.config)
+        asked = functions.cap_backend(asked, scheme.softcap, model.config, own_forward=own_forward)
+    if asked is None:
+        return None
+    return str(model.get_correct_attn_implementation(asked))
 
 
 def _patch_tower(
@@ -188,11 +188,7 @@ def _remove_scheme(model: PreTrainedModel) -> None:
             set_model_class(module, module.base_class)
     for owner in config_owners(model):
         set_config(owner, owner.config.base())
-    backend = base_backend or model.get_correct_attn_implementation(None)
-    if model._can_set_attn_implementation():
-        model.set_attn_implementation(backend)
-    else:  # a model that computes attention inline
-        model.config._attn_implementation_internal = backend
+    model.set_attn_implementation(base_backend or model.get_correct_attn_implementation(None))
 
 
 def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:

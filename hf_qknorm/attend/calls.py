@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from hf_qknorm.ops.checks import check_call, check_mask
 from hf_qknorm.ops.types import Call, Heads, Options, Visible
 
-OWN_CAP: Final = "qk_norm_own_cap"  # in the config of a model that has a cap alone, and its own forwards
 KEYS: Final = "qk_norm_keys"  # the attribute of ranges that holds S, which their shape does not
 
 # Arguments that change a result: for each its purpose, and what to do instead.
@@ -34,7 +33,7 @@ UNSUPPORTED: Final = {
 
 
 def make_call(
-    module: nn.Module,
+    module: Any,
     heads: Heads,
     attention_mask: Tensor | None,
     *,
@@ -51,8 +50,8 @@ def make_call(
     """The call of an implementation, from the heads and the other arguments of an attention function.
 
     `cu_seq_lens_q` `[N + 1]` are the ends of packed sequences in the flattened batch. A `position_bias`
-    `[B or 1, H or 1, T or 1, S]` is added to the logits, and becomes part of the mask. A model's own forward passes no
-    cap: it is in the config (`own_cap`).
+    `[B or 1, H or 1, T or 1, S]` is added to the logits, and becomes part of the mask. The cap of a patched layer that
+    runs the model's own forward is the layer's.
 
     Raises ValueError for arguments that no implementation takes, or that do not fit.
     """
@@ -61,8 +60,10 @@ def make_call(
             raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
     heads = _in_one_dtype(heads)
     q, k, v, *_ = heads
-    scale, patched = q.shape[-1] ** -0.5 if scaling is None else scaling, hasattr(module, "scheme")
-    options = Options(scale, own_cap(module) if softcap is None else softcap, dropout=dropout)
+    patched = hasattr(module, "scheme")
+    if patched and module.runs_own_forward:
+        patched, softcap = False, module.softcap
+    options = Options(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, dropout=dropout)
     if attention_mask is None:
         causal = _is_causal(module) if is_causal is None else bool(is_causal)
         if causal and 1 < q.shape[2] < k.shape[2]:  # a static cache's first call: the rest of it is empty
@@ -92,12 +93,6 @@ def as_results(out: Tensor, value: Tensor) -> tuple[Tensor, None]:
     width = value.shape[-1]
     out = out if out.shape[-1] == width else out[..., :width]
     return out.transpose(1, 2).contiguous(), None
-
-
-def own_cap(module: nn.Module) -> float | None:
-    """The cap in the config of a layer whose own forward calls the attention function; None for a patched layer."""
-    config: Any = getattr(module, "config", None)
-    return None if hasattr(module, "scheme") else vars(config).get(OWN_CAP) if config is not None else None
 
 
 def is_ranges(mask: Tensor) -> bool:

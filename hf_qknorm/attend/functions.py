@@ -36,29 +36,37 @@ CAP_BACKENDS: Final = (
     "flash_attention_3",
     "flash_attention_4",
 )
-# The attention functions that add a position bias to the logits.
-BIAS_BACKENDS: Final = (
-    *("eager", "sdpa", "hf_qknorm", "hf_qknorm_eager"),
-    *(name for name, implementation in _NAMED.items() if implementation.takes_masks),
-)
 
 
-def cap_backend(config: Any) -> str:
-    """The default backend of a cap.
+def cap_backend(asked: str | None, softcap: float, config: Any, *, own_forward: bool) -> str:
+    """The backend of a capped model: `asked`, if it can cap, or the default for None.
 
-    transformers takes "eager" alone for a config with attention weights.
+    A model's own forward calls its own eager function, which has no cap: "eager" is "hf_qknorm_eager" there. For a
+    config with attention weights transformers takes "eager" alone. Raises ValueError for a backend without a cap.
     """
-    return "eager" if config.output_attentions else "hf_qknorm"
+    name = asked or ("eager" if config.output_attentions else "hf_qknorm")
+    if own_forward and config.output_attentions:
+        raise ValueError(
+            "config.output_attentions=True needs this model's own eager attention, which has no cap: set it to False, "
+            "and call the model with output_attentions=True"
+        )
+    name = "hf_qknorm_eager" if own_forward and name == "eager" else name
+    check_cap_backend(name, softcap, own_forward=own_forward)
+    return name
 
 
-def check_cap_backend(name: str, softcap: float) -> None:
-    """Raise ValueError unless the backend `name` is known and can cap attention logits."""
-    if name in CAP_BACKENDS or name in SERVER_BACKENDS:
+def check_cap_backend(name: str, softcap: float, *, own_forward: bool = False) -> None:
+    """Raise ValueError unless the backend `name` is known and can cap attention logits.
+
+    A model's own forward passes no cap on, so that the function must read it from the module.
+    """
+    backends = tuple(REGISTERED) if own_forward else CAP_BACKENDS
+    if name in backends or name in SERVER_BACKENDS:
         return
-    able = f"Backends that can cap attention logits (softcap={softcap:g}): {', '.join(CAP_BACKENDS)}"
+    able = f"Backends that can cap attention logits (softcap={softcap:g}) in this model: {', '.join(backends)}"
     known = {*CAP_BACKENDS, *SERVER_BACKENDS, *ALL_ATTENTION_FUNCTIONS.valid_keys()}
     if name not in known and "/" not in name:  # a name with a slash is a kernel's repository on the Hub
-        near = get_close_matches(name, CAP_BACKENDS, n=1)
+        near = get_close_matches(name, backends, n=1)
         guess = f": did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"attn_implementation={shorten(name)} is unknown{guess} {able}")
     raise ValueError(
@@ -76,29 +84,20 @@ def check_mask_function(name: str) -> None:
         )
 
 
-def check_bias_backend(name: str) -> None:
-    """Raise ValueError unless the backend `name` adds a model's position bias to the logits."""
-    if name not in BIAS_BACKENDS:
-        raise ValueError(
-            f"attn_implementation={shorten(name)} would drop the position bias that this model adds to its logits. "
-            f"Backends that add it: {', '.join(BIAS_BACKENDS)}"
-        )
-
-
 def attend(
     layer: Any, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of a patched layer's heads, after the cache, by the attention function of that name.
 
-    The models' eager functions have no cap, nor the scale of a scheme where the model computes attention inline.
+    The models' own eager functions have no cap.
     """
-    style, capped = layer.family.style, layer.scheme.softcap is not None
+    capped = layer.scheme.softcap is not None
     if capped:
         check_cap_backend(name, layer.scheme.softcap)
     if name in SERVER_BACKENDS:
         q = servers.for_server(layer, q, options)
-    own = not capped and not (style.inline and layer.logit_scale != layer.own_scale)
-    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, style.eager(layer) if own else eager_attention)
+    eager = eager_attention if capped else layer.family.style.eager(layer)
+    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
     if function.__module__ != __name__:  # those here show the heads themselves, to serve models' own forwards, too
         show(layer, q, k, v, mask, options)
     found: tuple[Tensor, Tensor | None] = function(layer, q, k, v, mask, **options)

@@ -27,7 +27,7 @@ class Implementation(NamedTuple):
 
     "hf_qknorm" tries it on these `devices`, none for all. `name` is the attention function that takes it, or raises
     ValueError with the reason. `words` name it in logs. `prepare` waits for what `why_not` of inference does not wait
-    for. `takes_masks`: a position bias, too, which is in a mask.
+    for.
     """
 
     name: str
@@ -36,7 +36,6 @@ class Implementation(NamedTuple):
     why_not: Callable[[Call], str | None]
     run: Callable[[Call], Tensor]
     prepare: Callable[[], object] = lambda: None
-    takes_masks: bool = False
 
 
 def _why_not_triton(call: Call) -> str | None:
@@ -50,8 +49,7 @@ CPP: Final = Implementation(
     "hf_qknorm_cpu", "its C++ kernels", ("cpu",), cpu.why_not, cpu.attention, prepare=build.why_not
 )
 TILED: Final = Implementation(
-    *("hf_qknorm_tiled", "tiled in PyTorch", (), lambda call: None, lambda call: library.attention(*call)),
-    takes_masks=True,
+    "hf_qknorm_tiled", "tiled in PyTorch", (), lambda call: None, lambda call: library.attention(*call)
 )
 IMPLEMENTATIONS: Final = (TRITON, CPP, TILED)
 

@@ -31,6 +31,7 @@ WINDOWS_KNOWN = all(
         masking_utils.sliding_window_bidirectional_mask_function,
     )
 )
+COMPUTES_WITH_MASKS = ("doge",)  # before its layers call the attention function
 GAPS = (
     "hf_qknorm under torch.compile expects masks by which each query sees keys without a gap: no padding between the "
     "tokens of a row. Pass other masks as a boolean attention_mask [B, 1, T, S]"
@@ -56,18 +57,17 @@ def structured_mask(
     For a model that computes with its masks it is the additive mask of eager attention.
 
     transformers passes a window as `local_size` so that a mask is built for it. Where the layers pass the same window
-    to their attention function, a batch without padding needs no mask. Layers of a model that is not patched may not
+    to their attention function, a batch without padding needs no mask. Layers that run the model's own forward may not
     say that they are causal, without SDPA: several queries of theirs always get a mask.
     """
-    patched = hasattr(config, "base_model_type")
-    family = FAMILIES.get(getattr(config, "base_model_type" if patched else "model_type", ""))
-    if family is not None and family.style.reads_masks:
+    model_type = getattr(config, "base_model_type", getattr(config, "model_type", ""))
+    if model_type in COMPUTES_WITH_MASKS:
         layout = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
         shown = {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
         return masking_utils.eager_mask(batch_size, **layout, **shown, device=device, **kwargs)
     if _layers_pass(local_size, mask_function, config):
         local_size = None
-    if not patched and q_length > 1:
+    if _runs_own_forward(config) and q_length > 1:
         kwargs["allow_is_causal_skip"] = False
     build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
     whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
@@ -121,10 +121,15 @@ def _spans(
     return spans
 
 
+def _runs_own_forward(config: Any) -> bool:
+    """Whether the model's own forward calls the attention function: it may pass neither causality nor a window."""
+    family = FAMILIES.get(getattr(config, "base_model_type", ""))
+    return family is None or family.runs_own_forward(config)
+
+
 def _layers_pass(window: int | None, function: MaskFunction, config: Any) -> bool:
     """Whether the layers of this config's model pass the function's window to their attention function too."""
-    family = FAMILIES.get(getattr(config, "base_model_type", ""))
-    if window is None or family is None or not family.has_window:
+    if window is None or _runs_own_forward(config) or not FAMILIES[config.base_model_type].has_window:
         return False
     chunked = getattr(config, "attention_chunk_size", None) is not None  # then it may be the chunks' size
     if chunked or window != getattr(config, "sliding_window", None):

@@ -10,20 +10,28 @@ A style is named after one of its models.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, Final
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
 
-from hf_qknorm.families import alibi, encoder, fused, gated, indexed, inline, latent, normed, rotary, separate, seq2seq
-from hf_qknorm.families.family import Family, by_kind, by_layer, everywhere, without
-from hf_qknorm.families.refused import BY_TOWER, REFUSED
+from hf_qknorm.families import encoder, fused, latent, normed, rotary, separate, seq2seq
+from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.families.family import CAP_ALONE, Family, by_kind, by_layer, everywhere, without
+from hf_qknorm.families.refused import BY_TOWER, NORMS_REFUSED, REFUSED
+from hf_qknorm.families.style import Style
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.scheme import Scheme
+from hf_qknorm.scheme import SCHEMES, Scheme
 
-__all__ = ["BY_TOWER", "FAMILIES", "REFUSED", "Family", "check_scheme", "family_of", "known_families"]
+__all__ = [
+    "BY_TOWER", "CAPPED", "FAMILIES", "NORMS_REFUSED", "REFUSED", "Family", "check_scheme", "family_of",
+    "known_families", "known_types",
+]  # fmt: skip
 
-NO_ALIBI: Final = without("alibi", "the model computes its position bias from the mask of its own attention")
+PAGE: Final = "hf_qknorm/families/FAMILIES.md"
+NONE: Final = SCHEMES["none"]
+
 NO_ADAPTER: Final = without(
     "use_shared_attention_adapter", "each layer adds projections of its own to a shared attention"
 )
@@ -33,20 +41,18 @@ _encoder: Final = partial(Family, norm="layer", pre_norm="", causal="is_decoder"
 _decoder: Final = partial(Family, norm="layer", pre_norm="", rope=None, causal="!is_encoder_decoder")
 
 FAMILIES: Final[dict[str, Family]] = {
-    "afmoe": Family("AfmoeAttention", gated.AFMOE, own_norms=True, slides=by_layer),
-    "apertus": Family("ApertusAttention", normed.GEMMA3, own_norms=True),
-    "apertus1p5_text": Family("Apertus1p5TextAttention", normed.GEMMA3, own_norms=True),
+    "afmoe": Family("AfmoeAttention", normed.AFMOE, own_norms=True, slides=by_layer),
+    "apertus": Family("ApertusAttention", normed.HEADS, own_norms=True),
+    "apertus1p5_text": Family("Apertus1p5TextAttention", normed.HEADS, own_norms=True),
     "arcee": Family("ArceeAttention", separate.LLAMA),
     "aria_text": Family("AriaTextAttention", separate.LLAMA),
     "axk1": Family("AXK1Attention", latent.DEEPSEEK_V3, latent=True, rope=None),
-    "axk2": Family("AXK2Attention", indexed.AXK2, latent=True, rope=None),
     "bailing_hybrid": Family("BailingHybridAttention", latent.BAILING, latent=True, rope=None),
     "bamba": Family("BambaAttention", separate.LLAMA, restarts="BambaModel"),
     "bart": _decoder("BartAttention", seq2seq.BART),
-    "beam": Family("BeamAttention", gated.BEAM, rope=None, own_norms=True, slides=by_layer),
+    "beam": Family("BeamAttention", normed.BEAM, own_norms=True, slides=by_layer),
     "bert": _encoder("BertSelfAttention", encoder.BERT),
     "bert-generation": _encoder("BertGenerationSelfAttention", encoder.BERT),
-    "big_bird": _encoder("BigBirdSelfAttention", encoder.INLINE, unsupported=encoder.unsupported_bigbird),
     "bigbird_pegasus": _decoder(
         "BigBirdPegasusDecoderAttention",
         seq2seq.BIGBIRD,
@@ -56,12 +62,10 @@ FAMILIES: Final[dict[str, Family]] = {
     "bitnet": Family("BitNetAttention", separate.BITNET),
     "blenderbot": _decoder("BlenderbotAttention", seq2seq.BART),
     "blenderbot-small": _decoder("BlenderbotSmallAttention", seq2seq.BART),
-    "bloom": Family("BloomAttention", alibi.BLOOM, "layer", "", None, unsupported=alibi.unsupported_bloom),
     "camembert": _encoder("CamembertSelfAttention", encoder.BERT),
     "clip_text_model": Family("CLIPAttention", encoder.CLIP, "layer", "layer_norm1"),
     "clip_vision_model": Family("CLIPAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
-    "codegen": Family("CodeGenAttention", inline.CODEGEN, "layer", "", None),
-    "cohere": Family("CohereAttention", normed.COHERE, "layer", "", "pairs", own_norms="use_qk_norm"),
+    "cohere": Family("CohereAttention", separate.LLAMA, "layer", "", "pairs", own_norms="use_qk_norm"),
     "cohere2": Family("Cohere2Attention", separate.COHERE2, "layer", "", "pairs", slides=by_layer),
     "cohere2_moe": Family("Cohere2MoeAttention", separate.COHERE2_MOE, "layer", "", "pairs", slides=by_layer),
     "cohere_compass_text": Family("CohereCompassAttention", separate.LLAMA, "layer", "", slides=by_layer),
@@ -71,11 +75,9 @@ FAMILIES: Final[dict[str, Family]] = {
     "dbrx": Family("DbrxAttention", fused.DBRX, "layer", ""),
     "deepseek_v2": Family("DeepseekV2Attention", latent.DEEPSEEK_V2, latent=True, rope=None),
     "deepseek_v3": Family("DeepseekV3Attention", latent.DEEPSEEK_V3, latent=True, rope=None),
-    "deepseek_v32": Family("DeepseekV32Attention", indexed.DEEPSEEK_V32, latent=True, rope=None),
     "deit": Family("DeiTAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
-    "doge": Family("DogeAttention", normed.DOGE, rope=None, own_norms=True, slides=everywhere),
-    "dots1": Family("Dots1Attention", normed.QWEN3, own_norms=True, slides=by_layer),
-    "dots3_note_text": Family("Dots3NoteTextAttention", indexed.DOTS3, latent=True, rope=None, slides=by_layer),
+    "doge": Family("DogeAttention", normed.HEADS, own_norms=True, slides=everywhere),
+    "dots1": Family("Dots1Attention", normed.HEADS, own_norms=True, slides=by_layer),
     "electra": _encoder("ElectraSelfAttention", encoder.BERT),
     "emu3_text_model": Family("Emu3Attention", separate.LLAMA),
     "ernie": _encoder("ErnieSelfAttention", encoder.BERT),
@@ -83,31 +85,23 @@ FAMILIES: Final[dict[str, Family]] = {
     "ernie4_5_moe": Family("Ernie4_5_MoeAttention", separate.LLAMA, rope="pairs_by_halves"),
     "exaone4": Family("Exaone4Attention", normed.EXAONE4, own_norms=True, slides=by_kind),
     "exaone_moe": Family("ExaoneMoeAttention", normed.EXAONE4, own_norms=True, slides=by_kind),
-    "falcon": Family("FalconAttention", alibi.FALCON, "layer", "", unsupported=NO_ALIBI),
     "falcon_h1": Family("FalconH1Attention", separate.FALCON_H1, pre_norm=""),
-    "flex_olmo": Family("FlexOlmoAttention", normed.OLMO2, own_norms=True),
-    "flint": Family("FlintAttention", normed.FLINT, own_norms=True, slides=by_layer),
+    "flex_olmo": Family("FlexOlmoAttention", normed.TOGETHER, own_norms=True),
+    "flint": Family("FlintAttention", normed.WINDOWED, own_norms=True, slides=by_layer),
     "gemma": Family("GemmaAttention", separate.LLAMA, gain_plus_one=True),
     "gemma2": Family("Gemma2Attention", separate.LLAMA, gain_plus_one=True, own_cap=True, slides=by_layer),
-    "gemma3_text": Family("Gemma3Attention", normed.GEMMA3, own_norms=True, slides=by_layer),
-    "gemma3n_text": Family("Gemma3nTextAttention", normed.GEMMA4, rope=None, own_norms=True, slides=by_layer),
-    "gemma4_text": Family("Gemma4TextAttention", normed.GEMMA4, rope=None, own_norms=True, slides=by_layer),
-    "gemma4_unified_text": Family(
-        "Gemma4UnifiedTextAttention", normed.GEMMA4, rope=None, own_norms=True, slides=by_layer
-    ),
-    "git": Family("GitSelfAttention", encoder.GIT, "layer", ""),
+    "gemma3_text": Family("Gemma3Attention", normed.HEADS, own_norms=True, slides=by_layer),
+    "gemma3n_text": Family("Gemma3nTextAttention", normed.HEADS, own_norms=True, slides=by_layer),
+    "gemma4_text": Family("Gemma4TextAttention", normed.HEADS, own_norms=True, slides=by_layer),
+    "gemma4_unified_text": Family("Gemma4UnifiedTextAttention", normed.HEADS, own_norms=True, slides=by_layer),
     "glm": Family("GlmAttention", separate.LLAMA, rope="pairs_by_halves"),
     "glm4": Family("Glm4Attention", separate.LLAMA, rope="pairs_by_halves"),
-    "glm4_moe": Family("Glm4MoeAttention", normed.COHERE, own_norms="use_qk_norm"),
+    "glm4_moe": Family("Glm4MoeAttention", separate.LLAMA, own_norms="use_qk_norm"),
     "glm4_moe_lite": Family("Glm4MoeLiteAttention", latent.DEEPSEEK_V3, latent=True, rope=None),
-    "glm_moe_dsa": Family("GlmMoeDsaAttention", indexed.DEEPSEEK_V32, latent=True, rope=None),
     "gpt2": Family("GPT2Attention", fused.GPT2, "layer", "ln_1"),
     "gpt_bigcode": Family("GPTBigCodeAttention", fused.BIGCODE, "layer", "ln_1"),
-    "gpt_neo": Family("GPTNeoSelfAttention", inline.GPT_NEO, "layer", "", None),
     "gpt_neox": Family("GPTNeoXAttention", fused.NEOX, "layer"),
-    "gpt_neox_japanese": Family("GPTNeoXJapaneseAttention", inline.JAPANESE, "layer"),
     "gpt_oss": Family("GptOssAttention", separate.LLAMA, rope="once", slides=by_layer),
-    "gptj": Family("GPTJAttention", inline.GPTJ, "layer", "", None),
     "granite": Family("GraniteAttention", separate.LLAMA),
     "granite_swa": Family("GraniteSWAAttention", separate.LLAMA, slides=by_layer),
     "granitemoe": Family("GraniteMoeAttention", separate.LLAMA),
@@ -115,37 +109,34 @@ FAMILIES: Final[dict[str, Family]] = {
     "granitemoehybrid": Family("GraniteMoeHybridAttention", separate.LLAMA),
     "granitemoeshared": Family("GraniteMoeSharedAttention", separate.LLAMA),
     "helium": Family("HeliumAttention", separate.LLAMA, rope="pairs_by_halves"),
-    "hrm_text": Family("HrmTextAttention", gated.HRM, pre_norm=""),
-    "hunyuan_v1_dense": Family("HunYuanDenseV1Attention", normed.HUNYUAN, rope=None, own_norms=True),
-    "hunyuan_v1_moe": Family("HunYuanMoEV1Attention", normed.HUNYUAN, rope=None, own_norms=True),
-    "hy_v3": Family("HYV3Attention", normed.GEMMA3, own_norms=True),
-    "hy_v4": Family("HYV4Attention", indexed.HY_V4, latent=True, rope=None),
+    "hrm_text": Family("HrmTextAttention", separate.HRM, pre_norm=""),
+    "hunyuan_v1_dense": Family("HunYuanDenseV1Attention", normed.HUNYUAN, own_norms=True),
+    "hunyuan_v1_moe": Family("HunYuanMoEV1Attention", normed.HUNYUAN, own_norms=True),
+    "hy_v3": Family("HYV3Attention", normed.HEADS, own_norms=True),
     "hyperclovax": Family("HyperCLOVAXAttention", separate.LLAMA),
     "ijepa": Family("IJepaAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
-    "inkling_text": Family("InklingAttention", normed.INKLING, rope=None, own_norms=True, slides=by_layer),
+    "inkling_text": Family("InklingAttention", normed.INKLING, own_norms=True, slides=by_layer),
     "internlm3": Family("LlamaAttention", separate.LLAMA),
     "iquestcoder": Family("LlamaAttention", separate.LLAMA),
     "jais2": Family("Jais2Attention", separate.LLAMA, "layer"),
     "jamba": Family("JambaAttention", separate.JAMBA),
     "kimi_linear": Family("KimiLinearAttention", latent.KIMI_LINEAR, latent=True, rope=None),
     "kolibri1": Family("Kolibri1Attention", normed.EXAONE4, own_norms=True, slides=by_kind),
-    "laguna": Family("LagunaAttention", gated.LAGUNA, own_norms=True, slides=by_layer),
-    "lara_mini": Family("LaraMiniAttention", normed.LARA, own_norms=True, slides=by_layer),
+    "laguna": Family("LagunaAttention", normed.HEADS, own_norms=True, slides=by_layer),
+    "lara_mini": Family("LaraMiniAttention", normed.WINDOWED, own_norms=True, slides=by_layer),
     "lfm2": Family("Lfm2Attention", normed.LFM2, own_norms=True),
     "lfm2_moe": Family("Lfm2MoeAttention", normed.LFM2, own_norms=True),
-    "lfm3": Family("Lfm3Attention", gated.LFM3, own_norms=True, slides=by_layer),
+    "lfm3": Family("Lfm3Attention", normed.HEADS, own_norms=True, slides=by_layer),
     "llama": Family("LlamaAttention", separate.LLAMA),
     "llama4_text": Family("Llama4TextAttention", rotary.LLAMA4, rope=None, own_norms="use_qk_norm"),
     "longcat_flash": Family("LongcatFlashMLA", latent.LONGCAT, latent=True, rope=None),
     "marian": _decoder("MarianAttention", seq2seq.BART),
     "mbart": _decoder("MBartAttention", seq2seq.BART),
-    "megatron-bert": Family("MegatronBertSelfAttention", encoder.INLINE, "layer", "ln", causal="is_decoder"),
-    "mellum": Family("MellumAttention", normed.QWEN3, own_norms=True, slides=by_layer),
+    "mellum": Family("MellumAttention", normed.HEADS, own_norms=True, slides=by_layer),
     "mimo_v2_flash": Family("MiMoV2FlashAttention", separate.MIMO, rope=None, slides=by_layer),
     "minicpm3": Family("MiniCPM3Attention", latent.MINICPM3, latent=True, rope=None),
     "minimax": Family("MiniMaxAttention", separate.LLAMA, pre_norm="", slides=everywhere),
-    "minimax_m2": Family("MiniMaxM2Attention", normed.OLMO2, own_norms=True),
-    "minimax_m3_vl_text": Family("MiniMaxM3VLAttention", indexed.MINIMAX_M3, own_norms=True),
+    "minimax_m2": Family("MiniMaxM2Attention", normed.TOGETHER, own_norms=True),
     "ministral": Family("MinistralAttention", separate.LLAMA, slides=by_layer),
     "ministral3": Family("Ministral3Attention", rotary.MINISTRAL3, rope=None, slides=everywhere),
     "mistral": Family("MistralAttention", separate.LLAMA, slides=everywhere),
@@ -153,24 +144,16 @@ FAMILIES: Final[dict[str, Family]] = {
     "mllama_text_model": Family("MllamaTextSelfAttention", separate.MLLAMA),
     "modernbert-decoder": Family("ModernBertDecoderAttention", separate.MODERNBERT, "layer", "", slides=by_layer),
     "moshi": Family("MoshiAttention", rotary.MOSHI, rope=None),
-    "mpt": Family("MptAttention", alibi.MPT, "layer", "norm_1", None),
-    "mt5": Family("MT5Attention", seq2seq.T5, "rms", "", None, causal=False),
     "musicgen_decoder": Family("MusicgenAttention", seq2seq.BART, "layer", "", None),
     "musicgen_melody_decoder": Family("MusicgenMelodyAttention", seq2seq.BART, "layer", "", None),
-    "mvp": _decoder(
-        "MvpAttention",
-        seq2seq.INLINE,
-        unsupported=without("use_prompt", "its prompts are keys that no projection computes"),
-    ),
-    "nanochat": Family("NanoChatAttention", normed.NANOCHAT, rope=None, own_norms=True),
+    "nanochat": Family("NanoChatAttention", normed.ROTATED, own_norms=True),
     "nemotron": Family("NemotronAttention", separate.LLAMA, "layer", gain_plus_one=True),
     "nemotron_h": Family("NemotronHAttention", separate.JAMBA, pre_norm=""),
     "olmo": Family("OlmoAttention", separate.OLMO, "layer", ""),
-    "olmo2": Family("Olmo2Attention", normed.OLMO2, own_norms=True),
-    "olmo3": Family("Olmo3Attention", normed.OLMO2, own_norms=True, slides=by_layer),
-    "olmo_hybrid": Family("OlmoHybridAttention", normed.OLMO2, own_norms=True),
-    "olmoe": Family("OlmoeAttention", normed.OLMOE, own_norms=True),
-    "openai-gpt": Family("Attention", inline.OPENAI, "layer", "", None),
+    "olmo2": Family("Olmo2Attention", normed.TOGETHER, own_norms=True),
+    "olmo3": Family("Olmo3Attention", normed.TOGETHER, own_norms=True, slides=by_layer),
+    "olmo_hybrid": Family("OlmoHybridAttention", normed.TOGETHER, own_norms=True),
+    "olmoe": Family("OlmoeAttention", normed.TOGETHER, own_norms=True),
     "opt": Family("OPTAttention", separate.OPT, "layer", ""),
     "pegasus": _decoder("PegasusAttention", seq2seq.BART),
     "persimmon": Family("PersimmonAttention", rotary.PERSIMMON, "layer", own_norms="qk_layernorm"),
@@ -181,12 +164,11 @@ FAMILIES: Final[dict[str, Family]] = {
     "plbart": _decoder("PLBartAttention", seq2seq.BART),
     "qwen2": Family("Qwen2Attention", separate.LLAMA, slides=by_layer),
     "qwen2_moe": Family("Qwen2MoeAttention", separate.LLAMA, slides=by_layer),
-    "qwen3": Family("Qwen3Attention", normed.QWEN3, own_norms=True, slides=by_layer),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeAttention", gated.QWEN3_NEXT, own_norms=True),
-    "qwen3_5_text": Family("Qwen3_5Attention", gated.QWEN3_NEXT, own_norms=True),
-    "qwen3_moe": Family("Qwen3MoeAttention", normed.QWEN3, own_norms=True, slides=by_layer),
-    "qwen3_next": Family("Qwen3NextAttention", gated.QWEN3_NEXT, own_norms=True),
-    "qwen4_exp_text": Family("Qwen4ExpTextAttention", indexed.QWEN4, own_norms=True),
+    "qwen3": Family("Qwen3Attention", normed.HEADS, own_norms=True, slides=by_layer),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeAttention", normed.HEADS, own_norms=True),
+    "qwen3_5_text": Family("Qwen3_5Attention", normed.HEADS, own_norms=True),
+    "qwen3_moe": Family("Qwen3MoeAttention", normed.HEADS, own_norms=True, slides=by_layer),
+    "qwen3_next": Family("Qwen3NextAttention", normed.HEADS, own_norms=True),
     "recurrent_gemma": Family(
         "RecurrentGemmaAttention",
         rotary.RECURRENT_GEMMA,
@@ -195,11 +177,9 @@ FAMILIES: Final[dict[str, Family]] = {
         pre_norm="temporal_pre_norm",
         slides=by_layer,
     ),
-    "rembert": _encoder("RemBertSelfAttention", encoder.INLINE),
     "roberta": _encoder("RobertaSelfAttention", encoder.BERT),
     "roberta-prelayernorm": _encoder("RobertaPreLayerNormSelfAttention", encoder.BERT),
     "roc_bert": _encoder("RoCBertSelfAttention", encoder.BERT),
-    "roformer": _encoder("RoFormerSelfAttention", encoder.ROFORMER, rope=None, unsupported=encoder.unmasked_decoder),
     "seed_oss": Family("SeedOssAttention", separate.STARCODER2),
     "siglip_text_model": Family("SiglipAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
     "siglip_vision_model": Family("SiglipAttention", encoder.CLIP, "layer", "layer_norm1", causal=False),
@@ -207,14 +187,10 @@ FAMILIES: Final[dict[str, Family]] = {
     "solar_open": Family("SolarOpenAttention", separate.LLAMA),
     "stablelm": Family("StableLmAttention", rotary.STABLELM, "layer", "", own_norms="qk_layernorm"),
     "starcoder2": Family("Starcoder2Attention", separate.STARCODER2, "layer", slides=everywhere),
-    "t5": Family("T5Attention", seq2seq.T5, "rms", "", None, causal=False),
-    "trocr": _decoder("TrOCRAttention", seq2seq.INLINE),
     "vaultgemma": Family("VaultGemmaAttention", separate.LLAMA, gain_plus_one=True, own_cap=True, slides=by_layer),
     "vit": Family("ViTAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
     "vit_msn": Family("ViTMSNAttention", encoder.VIT, "layer", "layernorm_before", causal=False),
     "whisper": _decoder("WhisperAttention", seq2seq.WHISPER),
-    "xglm": Family("XGLMAttention", inline.XGLM, "layer", "self_attn_layer_norm", None),
-    "xlm": Family("MultiHeadAttention", inline.XLM, "layer", "", None, causal="causal"),
     "xlm-roberta": _encoder("XLMRobertaSelfAttention", encoder.BERT),
     "xlm-roberta-xl": _encoder("XLMRobertaXLSelfAttention", encoder.BERT),
     "xmod": _encoder("XmodSelfAttention", encoder.BERT),
@@ -225,24 +201,53 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 
 
+# Of every other type, each module that calls transformers' attention interface: it takes a cap alone.
+CAPPED: Final = Family("", Style(), pre_norm="", rope=None)
+
+
 def known_families() -> list[str]:
     """Return the model types of `FAMILIES` that the installed transformers has."""
     return [model_type for model_type in FAMILIES if model_type in CONFIG_MAPPING_NAMES]
 
 
-def family_of(config: Any) -> Family:
-    """Return the family of a model's config. Raises ValueError, with the reason, if the model can't be patched."""
-    if config.model_type not in FAMILIES:
-        why = f": {REFUSED[config.model_type]}" if config.model_type in REFUSED else ""
-        raise ValueError(
-            f"model_type {shorten(config.model_type)} is not supported{why}. Supported model types: "
-            f"{', '.join(sorted(FAMILIES))}"
-        )
-    check_scheme(config.model_type, config, Scheme())
-    return FAMILIES[config.model_type]
+def known_types() -> list[str]:
+    """Return the model types of the installed transformers that a scheme may be put on, if only a cap."""
+    return [x for x in CONFIG_MAPPING_NAMES if x not in REFUSED and not x.startswith(TYPE_PREFIX)]
+
+
+def family_of(config: Any, scheme: Scheme = NONE) -> Family:
+    """Return the family of a model's config: `CAPPED` for a type that takes a cap alone.
+
+    Raises ValueError, with the reason, if the model can't have the scheme.
+    """
+    check_scheme(config.model_type, config, scheme)
+    return FAMILIES.get(config.model_type, CAPPED)
 
 
 def check_scheme(model_type: str, config: Any, scheme: Scheme) -> None:
     """Raise ValueError if `scheme` can't be put on a model of this type with this config."""
-    if reason := FAMILIES[model_type].refusal(config, scheme):
-        raise ValueError(f"{model_type} {reason}")
+    family = FAMILIES.get(model_type)
+    if family is not None:
+        if reason := family.refusal(config, scheme):
+            raise ValueError(f"{model_type} {reason}")
+    elif reason := _refusal(model_type, scheme):
+        near = get_close_matches(str(model_type), known_families(), n=1)
+        nearest = f" The nearest supported type is {near[0]!r}." if near else ""
+        raise ValueError(
+            f"model_type {shorten(model_type)} is not supported: {reason}.{nearest} hf-qknorm families and {PAGE} list "
+            "all supported types"
+        )
+
+
+def _refusal(model_type: str, scheme: Scheme) -> str | None:
+    """The reason why a model of a type without a family can't have the scheme, or None."""
+    if model_type in REFUSED:
+        return REFUSED[model_type]
+    if scheme.norms or scheme.scale is not None:
+        reason = NORMS_REFUSED.get(model_type, "how it computes queries and keys is not known here")
+        return f"{reason}. {CAP_ALONE}"
+    if model_type not in CONFIG_MAPPING_NAMES:
+        return "transformers itself does not have it"
+    if scheme.softcap is not None and hasattr(CONFIG_MAPPING[model_type], "attn_logit_softcapping"):
+        return "it caps its logits itself: set attn_logit_softcapping in its config"
+    return None

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from hf_qknorm.families.style import Style
 from hf_qknorm.scheme import Scheme
+
+CAP_ALONE: Final = 'Only a cap can be added, as with scheme="soft_cap" or Scheme(softcap=50.0)'
 
 
 # Which layers attend through the window `config.sliding_window`: those for which transformers builds the mask with it.
@@ -40,13 +42,14 @@ def without(setting: str, reason: str) -> Callable[[Any], str | None]:
 class Family:
     """A model type of transformers: the attention class that is patched, its style, and the model's own features.
 
+    `attention` is the name of its class; "" stands for each module that calls transformers' attention interface.
     `norm` is the model's own kind of norm. `pre_norm` is the attribute of the decoder layer that holds the norm
     before attention; "" if there is none, or if other modules read its result too. `gain_plus_one`: this norm's gain
     is stored as gain − 1. `rope` tells kernels which channels rotate together, and how the model's cos and sin hold
-    the angles (`kernel_rotary`); None if only the model's own code can apply it, or if
-    the model adds a bias to its logits, which kernels do not.
+    the angles (`kernel_rotary`); None if only the model's own code can apply it.
 
-    `own_norms`: the model norms its queries and keys. `own_cap`: it caps its logits, by `attn_logit_softcapping`.
+    `own_norms`: the model norms its queries and keys, and its own forward computes attention. `own_cap`: it caps its
+    logits, by `attn_logit_softcapping`.
     `latent`: it caches a latent, and projects keys and values from it. `causal`: no token attends to later tokens.
     For `own_norms` and `causal` a string names the switch in the model's config; for `causal`, "!name" is its opposite.
     `slides` tells whether a layer attends through the config's sliding window.
@@ -80,6 +83,10 @@ class Family:
             return bool(getattr(config, self.causal.lstrip("!"))) != self.causal.startswith("!")
         return self.causal
 
+    def runs_own_forward(self, config: Any) -> bool:
+        """Whether the attention of a model with this config is computed by the model's own forward; it takes a cap."""
+        return not self.attention or self.has_norms(config)
+
     @property
     def has_window(self) -> bool:
         """Whether any model of this family attends through a sliding window."""
@@ -91,10 +98,10 @@ class Family:
             return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
         if self.unsupported is not None and (reason := self.unsupported(config)):
             return f"is not supported with {reason}"
-        if scheme.norms and self.has_norms(config):
+        if (scheme.norms or scheme.scale is not None) and self.has_norms(config):
             return (
                 f"already normalises its queries and keys, and norms are not stacked: got the scheme {scheme}. "
-                'Only a cap can be added, as with scheme="soft_cap" or Scheme(softcap=50.0)'
+                f"{CAP_ALONE}"
             )
         if scheme.norms and self.latent and scheme.gain == "scalar":
             return (

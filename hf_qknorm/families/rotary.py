@@ -9,18 +9,16 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.families.separate import output_dense
-from hf_qknorm.families.style import QKV, Projected, Rotated, Style, project, rotate, split_heads
+from hf_qknorm.families.style import QKV, Projected, Rotated, Style, rotate, split_heads
 
 
 def rotate_llama4(
     module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, *, past_key_values: Any, **arguments: Any
 ) -> Rotated:
-    """Llama 4: layers with RoPE may norm after it; layers without may scale queries far into the text."""
+    """Llama 4: layers without RoPE may scale queries far into the text."""
     q, k = q.transpose(1, 2), k.transpose(1, 2)
     if module.use_rope:
         q, k = module.modelling.apply_rotary_emb(q, k, positions.to(q.device))
-    if hasattr(module, "qk_norm"):
-        q, k = module.qk_norm(q), module.qk_norm(k)
     if module.attn_temperature_tuning and not module.use_rope:
         seen = 0 if past_key_values is None else past_key_values.get_seq_length(module.layer_idx)
         place = torch.arange(q.shape[1], device=q.device) + seen
@@ -75,18 +73,8 @@ def rotate_part(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **
     return torch.cat((q_rotated, q[..., width:]), dim=-1), torch.cat((k_rotated, k[..., width:]), dim=-1), v
 
 
-def project_phi(module: Any, hidden_states: Tensor) -> Projected:
-    """Apply the norms that the config may switch on, on the memory layout `[B, H, T, D]`."""
-    q, k, v = project(module, hidden_states)
-    if module.qk_layernorm:
-        q = module.q_layernorm(q.transpose(1, 2)).transpose(1, 2)
-        k = module.k_layernorm(k.transpose(1, 2)).transpose(1, 2)
-    return q, k, v
-
-
 def project_persimmon(module: Any, hidden_states: Tensor) -> Projected:
-    q, k, v = module._split_heads(module.query_key_value(hidden_states))
-    return (module.q_layernorm(q), module.k_layernorm(k), v) if module.qk_layernorm else (q, k, v)
+    return module._split_heads(module.query_key_value(hidden_states))
 
 
 LLAMA4 = Style(
@@ -102,8 +90,8 @@ MOSHI = Style(
     rotate=rotate_by_own_rope,
 )
 NORMS = ("q_layernorm", "k_layernorm")
-PHI = Style(project_phi, output_dense, rotate=rotate_part, own_norms=NORMS)
-STABLELM = Style(project_phi, rotate=rotate_part, own_norms=NORMS)
+PHI = Style(output=output_dense, rotate=rotate_part, own_norms=NORMS)
+STABLELM = Style(rotate=rotate_part, own_norms=NORMS)
 PERSIMMON = Style(
     project_persimmon,
     output_dense,

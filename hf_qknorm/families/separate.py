@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_qknorm.families.style import QKV, Projected, Style, project, split_heads
@@ -48,6 +49,15 @@ def project_mimo(module: Any, hidden_states: Tensor) -> Projected:
     return q, k, v.transpose(1, 2)
 
 
+def project_hrm(module: Any, hidden_states: Tensor) -> Projected:
+    """HRM: a gate for the output."""
+    return *project(module, hidden_states), module.gate_proj(hidden_states)
+
+
+def output_hrm(module: Any, attended: Tensor, gate: Tensor) -> Tensor:
+    return module.o_proj(attended * torch.sigmoid(gate))
+
+
 def has_window(module: Any) -> bool:
     """Cohere 2: only layers with a sliding window use RoPE."""
     return module.sliding_window is not None
@@ -83,6 +93,8 @@ JAMBA = Style(rotates=lambda module: False)
 COHERE2 = Style(rotates=has_window)
 COHERE2_MOE = Style(rotates=lambda module: has_window(module) or module.force_rope)
 SMOLLM3 = Style(rotates=lambda module: bool(module.use_rope))
+# HRM's layers run in cycles, and each cycle has its own layers in the cache.
+HRM = Style(project_hrm, output_hrm, slot=lambda module, cycle_offset=0, **_: module.layer_idx + cycle_offset)
 WEIGHTS_CTRL = ("Wq", "Wk", "Wv")
 CTRL = Style(
     partial(project, weights=WEIGHTS_CTRL),

@@ -61,8 +61,8 @@ class Style:
     """How a kind of attention module differs from Llama's. Every function takes the module first.
 
     Projections:
-    `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`, and applies the model's own
-    norms before RoPE. Its further results are passed to `output`.
+    `project` maps hidden states `[B, T, C]` to q `[B, T, H, D]` and k, v `[B, T, Hk, D]`. Its further results go
+    to `output`.
     `arguments` are the names of the forward's arguments that `project` takes too, and that nothing else does.
     `project_across` is None, or maps hidden states and an encoder's to q, k and v for cross-attention. Without
     the latter, k and v are None.
@@ -70,9 +70,9 @@ class Style:
     `weights` are the names of the projections that compute q, k and v.
     `heads` gives the number of query heads, the number of key heads, and D.
     `interleaved` tells whether a fused projection's outputs are ordered by head (the first head's q, k and v, then the
-    second's) instead of all queries, then all keys, then all values; None for another order.
+    second's) instead of all queries, then all keys, then all values.
 
-    The model's own norms of queries and keys, if it has them:
+    The model's own norms of queries and keys, if it has them; its own forward then computes attention:
     `own_norms` are their names. A layer may lack them.
     `norms_together` tells whether they norm all heads of a token together, instead of each head.
     `norms_rotated` tells whether they come after RoPE.
@@ -80,8 +80,6 @@ class Style:
     The forward:
     `forward` is None, or adapts the shared forward to the arguments and results of the model's own: it takes the shared
     forward, the module, and the arguments of the model's own.
-    `inline` tells whether the module computes attention itself, instead of by transformers' attention functions. Its
-    `eager` then repeats that computation with the model's own scale.
 
     Positions:
     `rotate` applies RoPE to `[B, H or Hk, T, D]`, and the model's own operations between RoPE and the cache. It takes
@@ -100,10 +98,6 @@ class Style:
     `scale` multiplies q·k. `prescaled`: the model multiplies the queries by it instead of the logits.
     `dropout` is the dropout rate of the attention weights.
     `eager` is the model's own attention function for `attn_implementation="eager"`.
-    `bias` is None, or computes the position bias that the model adds to the logits, `[B or 1, H or 1, T or 1, S]`. It
-    takes q and k, and by name v, `mask` and the other arguments of the forward. A cap is applied before it.
-    `reads_masks` tells whether the model computes with its masks before its layers see them, so that they can't be
-    ranges.
     """
 
     project: Callable[..., Projected] = project
@@ -112,7 +106,6 @@ class Style:
     arguments: tuple[str, ...] = ()
     project_across: Callable[[Any, Tensor, Tensor | None], tuple[Tensor, Tensor | None, Tensor | None]] | None = None
     forward: Callable[..., Any] | None = None
-    inline: bool = False
     rotate: Callable[..., Rotated] = rotate
     rotates: Callable[[Any], bool] = lambda module: True
     expand: Callable[..., tuple[Tensor, Tensor]] | None = None
@@ -122,15 +115,13 @@ class Style:
     norms_rotated: bool = False
     dropout: Callable[[Any], float] = lambda module: module.attention_dropout
     eager: Callable[[Any], Callable[..., Any]] = lambda module: module.modelling.eager_attention_forward
-    bias: Callable[..., Tensor | None] | None = None
-    reads_masks: bool = False
     heads: Callable[[Any], tuple[int, int, int]] = _heads
     slot: Callable[..., int] = lambda module, **arguments: module.layer_idx
     scale: Callable[[Any], float] = lambda module: module.scaling
     length: Callable[[Any], int] = lambda module: module.config.max_position_embeddings
     query_scale: Callable[[Any], float] = lambda module: 1.0
     prescaled: bool = False
-    interleaved: Callable[[Any], bool | None] = lambda module: False
+    interleaved: Callable[[Any], bool] = lambda module: False
 
     def norm_sizes(self, module: Any) -> dict[str, tuple[int, int]]:
         """The heads and the width that each norm of a scheme takes, by the norm's name in the module."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Final
 
 from hf_qknorm import families
-from hf_qknorm.families import BY_TOWER, FAMILIES, REFUSED, Family
+from hf_qknorm.families import BY_TOWER, FAMILIES, NORMS_REFUSED, REFUSED, Family
 from hf_qknorm.families.style import Style
 from hf_qknorm.files.atomic_io import replace_text
 
@@ -35,11 +36,14 @@ def text() -> str:
 def markdown() -> str:
     """Return the page: the table, and the reasons why other model types are refused."""
     table = [HEADINGS, tuple("---" for _ in HEADINGS), *((f"`{name}`", *rest) for name, *rest in rows())]
+    own = sum(family.own_norms is True for family in FAMILIES.values())
     lines = [
         "# Model types",
         "",
-        f"{len(FAMILIES)} model types can be patched. The style is the file beside this page that defines how queries, "
-        "keys and values are computed. A model that norms its queries and keys takes a cap and no norms. A model that "
+        f"{len(FAMILIES)} model types have a line below, and {len(FAMILIES) - own} of them take norms. The style is the file beside this page that defines how queries, "
+        "keys and values are computed. A model that norms its queries and keys takes a cap and no norms, and so does "
+        "every model of another type whose modules call transformers' attention interface, unless it caps its logits "
+        "itself (`attn_logit_softcapping`). Its own forward then runs, with hf_qknorm's attention function. A model that "
         "caches a latent norms the parts of each head with and without RoPE separately, and takes no scheme with one "
         "gain a layer. `qkv_norm` needs a norm before attention that serves attention alone. In models that mix "
         "attention with other layers, the softmax attention is patched.",
@@ -53,13 +57,19 @@ def markdown() -> str:
         "These are multimodal, and `AutoModelForCausalLM` loads them whole. Their text tower, of a type in the table, "
         f"is patched: {', '.join(f'`{name}`' for name in BY_TOWER)}. Other multimodal models are patched alike.",
         "",
+        "## A cap alone",
+        "",
+        *_reasons(NORMS_REFUSED),
+        "",
         "## Refused",
         "",
-        "| model type | why |",
-        "| --- | --- |",
-        *(f"| `{name}` | {why} |" for name, why in sorted(REFUSED.items())),
+        *_reasons(REFUSED),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _reasons(refused: Mapping[str, str]) -> list[str]:
+    return ["| model type | why |", "| --- | --- |", *(f"| `{name}` | {why} |" for name, why in sorted(refused.items()))]
 
 
 def _style_files() -> dict[int, str]:

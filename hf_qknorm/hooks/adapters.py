@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from hf_qknorm.families import known_families
+from hf_qknorm.families import known_types
 from hf_qknorm.families.class_names import TYPE_PREFIX
 
 GAIN: Final = re.compile(r"(.+\.[qkv]_norm)\.(?:.+\.)?(weight|bias)")  # in a model, and in files of all methods of PEFT
@@ -17,7 +17,7 @@ def add_targets(constants: Any) -> None:
     """Give every derived model type the default targets of its base."""
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_"):
-            table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_families() if known in table})
+            table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_types() if known in table})
 
 
 def allow_package(allowed: Callable[[], list[str]]) -> list[str]:

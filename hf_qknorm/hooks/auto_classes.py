@@ -17,7 +17,7 @@ from transformers.models.auto.tokenization_auto import (
     TOKENIZER_MAPPING_NAMES,
 )
 
-from hf_qknorm.families import known_families
+from hf_qknorm.families import known_types
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, classes_of
 
 
@@ -32,7 +32,7 @@ def add_model_types(modeling_auto: Any) -> None:
     """Register every family's derived config and models with transformers' Auto classes."""
     derived = _LateModule("hf_qknorm.model.derived")
     mappings = [*(getattr(modeling_auto, auto)._model_mapping for auto in AUTO_CLASSES), TOKENIZER_MAPPING]
-    for model_type in known_families():
+    for model_type in known_types():
         derived_type, config = f"{TYPE_PREFIX}{model_type}", f"{PREFIX}{CONFIG_MAPPING_NAMES[model_type]}"
         CONFIG_MAPPING_NAMES[derived_type] = config
         for mapping in (CONFIG_MAPPING, *mappings):

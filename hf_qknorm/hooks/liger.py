@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_qknorm.families import known_families
+from hf_qknorm.families import known_types
 from hf_qknorm.families.class_names import TYPE_PREFIX
 
 logger = logging.getLogger("hf_qknorm")
@@ -21,7 +21,7 @@ logger = logging.getLogger("hf_qknorm")
 def add_kernels(monkey_patch: Any) -> None:
     """Give every derived model type the Liger kernels of its base."""
     table = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN
-    table.update({f"{TYPE_PREFIX}{known}": _for_derived(known, table.get(known)) for known in known_families()})
+    table.update({f"{TYPE_PREFIX}{known}": _for_derived(known, table.get(known)) for known in known_types()})
 
 
 def spare_norms(bind: Callable[..., None], /, module: nn.Module, *args: Any, **kwargs: Any) -> None:

@@ -8,7 +8,7 @@ from transformers import CONFIG_MAPPING
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_qknorm.families import known_families
+from hf_qknorm.families import known_types
 from hf_qknorm.families.class_names import PREFIX
 
 BACKEND: Final = "vllm.model_executor.models.transformers:Transformers"
@@ -19,7 +19,7 @@ def register() -> None:
     """Let vLLM run each patched causal language model by its backend for transformers models."""
     from vllm import ModelRegistry
 
-    for model_type in known_families():
+    for model_type in known_types():
         if (name := MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)) is not None:
             config = CONFIG_MAPPING[model_type]
             kind = "MoE" if any(getattr(config, setting, None) for setting in EXPERTS) else ""

@@ -114,6 +114,8 @@ def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> list[tuple[No
 
     Heads have one part, or where a latent is cached two: without and with RoPE.
     """
+    if not layer.family.attention:  # what norms it has is not known
+        return [(None, None)]
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
     if not layer.has_own_norms:
         norms, sizes = head_norms(layer), layer.family.style.norm_sizes(layer)

@@ -198,13 +198,7 @@ def _parts(name: str, layer: Any, family: Family, norm: InputNorm | None) -> dic
             "k": HeadWeights(k, heads_kv, dim, dim, norm=norm),
         }
     fused = _projection(name, layer, style.weights[0])
-    by_head = style.interleaved(layer)
-    if by_head is None:
-        raise ValueError(
-            f"{name}.{style.weights[0]} computes queries, keys and values in groups of heads, an order that is not "
-            "supported here"
-        )
-    stride, keys = (3 * dim, dim) if by_head else (dim, heads * dim)
+    stride, keys = (3 * dim, dim) if style.interleaved(layer) else (dim, heads * dim)
     return {
         "q": HeadWeights(fused, heads, dim, stride, norm=norm),
         "k": HeadWeights(fused, heads_kv, dim, stride, keys, norm),
@@ -244,8 +238,7 @@ def _projection(name: str, layer: Any, part: str) -> Any:
         projection = layer.get_submodule(part)
     except AttributeError:
         raise ValueError(
-            f"{name} has no {part}: it attends to the keys of another layer, or computes its queries together with a "
-            "gate, which is not supported here"
+            f"{name} has no {part}: it attends to the keys of another layer, which is not supported here"
         ) from None
     if not isinstance(projection, nn.Linear | Conv1D):
         raise ValueError(

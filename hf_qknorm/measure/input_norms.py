@@ -52,10 +52,8 @@ def input_norm(model: nn.Module, name: str, layer: Any, family: Family) -> Input
     index = int(name.rpartition(".")[2]) if isinstance(owner, nn.ModuleList) else None
     if index is not None:  # LongCat: two attention layers in each decoder layer
         owner = model.get_submodule(path.rpartition(".")[0])
-    if not getattr(owner, "do_layer_norm_before", True) or family.attention == "Attention":  # OPT-350m, OpenAI GPT
+    if not getattr(owner, "do_layer_norm_before", True):  # OPT-350m
         return None
-    if family.attention == "GPTNeoSelfAttention":  # within a module of its own
-        owner = model.get_submodule(path.rpartition(".")[0])
     names = (family.pre_norm,) if family.pre_norm else SHARED_NORMS
     norm = next((module for x in names if (module := owner._modules.get(x)) is not None), None)
     norm = norm[index] if isinstance(norm, nn.ModuleList) and index is not None else norm

@@ -132,7 +132,8 @@ class PassFilter:
     def observe(self, model: nn.Module, observers: Mapping[str, Any]) -> list[Callable[[], Any]]:
         """Add the observers to the layers of these names, and hook all transformers models.
 
-        Returns the calls that undo this. Pickles and copies of the model hold them.
+        Returns the calls that undo this. Pickles and copies of the model hold them. Until then hf_qknorm's attention
+        computes the layers that run the model's own forward.
         """
         undo: list[Callable[[], Any]] = [partial(setattr, self, "watching", False)]  # others may still call these
         for module in model.modules():
@@ -143,6 +144,10 @@ class PassFilter:
             layer: Any = model.get_submodule(name)
             layer.observers += (observer,)
             undo.append(partial(_remove_observer, layer, observer))
+            backend = layer.config._attn_implementation
+            if layer.runs_own_forward and not backend.startswith("hf_qknorm"):  # which shows the heads to nobody
+                layer.config._attn_implementation_internal = "hf_qknorm"
+                undo.append(partial(setattr, layer.config, "_attn_implementation_internal", backend))
         return undo
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,15 +9,15 @@ from typing import Any, Final
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_qknorm.families import FAMILIES, family_of
+from hf_qknorm.families import REFUSED, family_of
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.install import install, own_layers, uninstall
 from hf_qknorm.patch import require_own_forward
 from hf_qknorm.scheme import SCHEMES
 
-OUT: Final = ("o_proj", "out_proj", "c_proj", "dense", "Wo", "out_lin")  # in the attention layer
+OUT: Final = ("o_proj", "out_proj", "c_proj", "dense", "Wo")  # in the attention layer
 MLP: Final = ("mlp", "feed_forward", "mlp_block", "ffn", "block_sparse_moe", "shared_mlp", "fc2")  # beside it
-DOWN: Final = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "Wo", "lin2")  # in the MLP
+DOWN: Final = ("down_proj", "c_proj", "fc2", "dense_4h_to_h", "w2", "Wo")  # in the MLP
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def watchable_layers(model: Any) -> Iterator[dict[str, QKNormAttention]]:
     """
     with ExitStack() as stack:
         for module in () if patched_layers(model) else list(model.modules()):
-            if isinstance(module, PreTrainedModel) and module.config.model_type in FAMILIES:
+            if isinstance(module, PreTrainedModel) and module.config.model_type not in REFUSED:
                 family = family_of(module.config)
                 if own_layers(module, family):
                     require_own_forward(module, family)
@@ -55,9 +55,9 @@ def block_outputs(model: nn.Module, name: str) -> dict[str, nn.Module]:
     """
     path = name.rpartition(".")[0]
     layer, parent, grandparent = (model.get_submodule(x) for x in (name, path, path.rpartition(".")[0]))
-    mlps: Any = _first(grandparent, ("mlps", "ffns")) if isinstance(parent, nn.ModuleList) else None
-    mlp = _first(parent, MLP) if mlps is None else mlps[int(name.rpartition(".")[2])]  # LongCat, XLM
-    if mlp is None and not isinstance(grandparent, nn.ModuleList):  # DBRX, GPT-Neo
+    mlps: Any = _first(grandparent, ("mlps",)) if isinstance(parent, nn.ModuleList) else None
+    mlp = _first(parent, MLP) if mlps is None else mlps[int(name.rpartition(".")[2])]  # LongCat
+    if mlp is None and not isinstance(grandparent, nn.ModuleList):  # DBRX
         mlp = _first(grandparent, ("ffn", "mlp"))
     out = _first(layer, OUT)
     if out is None and "output" in parent._modules:  # BERT: a module beside attention, and one beside the MLP

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
+import pkgutil
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial, wraps
+from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_qknorm.families import FAMILIES, Family, known_families
+from hf_qknorm.families import CAPPED, FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.layer import QKNormAttention as QKNormAttention
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm, active_copy
 
+MODELS: Final = "transformers.models"
+
+
+def calls_interface(module: nn.Module) -> bool:
+    """Whether the module computes attention by a function of transformers' attention interface."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
 
 @cache
 def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
-    """The subclass of a model's attention class that runs the shared forward."""
+    """The subclass of a model's attention class that runs the shared forward, or the model's own."""
     modelling, adapter = importlib.import_module(base.__module__), family.style.forward
     names = [*inspect.signature(base.forward).parameters][2:]  # behind the module and the hidden states
 
     @wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.is_unchanged:
+        if self.runs_own_forward:
+            self.check_own_forward(kwargs)
+        if self.runs_own_forward or self.is_unchanged:
             return base.forward(self, *args, **kwargs)
         if adapter is None and len(args) > 1:  # the model's own forward has another order
             args, kwargs = args[:1], {**dict(zip(names, args[1:], strict=False)), **kwargs}
@@ -40,25 +52,33 @@ def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
         return adapter(partial(QKNormAttention.forward, self), self, *args, **kwargs)
 
     namespace = {"base_class": base, "family": family, "modelling": modelling, "forward": forward}
-    return type(_class_name(family, modelling.__name__), (QKNormAttention, base), namespace | {"__module__": __name__})
+    name = _class_name(base.__name__, family, modelling.__name__)
+    return type(name, (QKNormAttention, base), namespace | {"__module__": __name__})
 
 
-def _class_name(family: Family, modelling: str) -> str:
+def _class_name(name: str, family: Family, modelling: str) -> str:
     """The class's name.
 
     CLIP's text and image models share an attention class, and only the first is causal. Some models call theirs
-    `Attention`: the name then begins with their package's.
+    `Attention`: the name then begins with their package's, as that of a class outside of `FAMILIES` does.
     """
-    package = modelling.split(".")[-2].title() if family.attention in ("Attention", "MultiHeadAttention") else ""
-    return f"{PREFIX}{package}{family.attention}" if family.causal else f"{PREFIX}Encoder{family.attention}"
+    if not family.attention:
+        return f"{PREFIX}_{modelling.split('.')[-2]}_{name}"
+    package = modelling.split(".")[-2].title() if name in ("Attention", "MultiHeadAttention") else ""
+    return f"{PREFIX}{package}{name}" if family.causal else f"{PREFIX}Encoder{name}"
 
 
 def __getattr__(name: str) -> type[QKNormAttention]:
     """Return `QKNormLlamaAttention` and the like, so that a patched model can be unpickled."""
+    if (found := re.fullmatch(rf"{PREFIX}_([a-z0-9_]+?)_([A-Z]\w*)", name)) and find_spec(f"{MODELS}.{found[1]}"):
+        package = importlib.import_module(f"{MODELS}.{found[1]}")
+        files = [x.name for x in pkgutil.iter_modules(package.__path__) if x.name.startswith("modeling_")]
+        modules = (importlib.import_module(f"{package.__name__}.{file}") for file in files)
+        return attention_class(next(vars(x)[found[2]] for x in modules if found[2] in vars(x)), CAPPED)
     for model_type in known_families():
         family = FAMILIES[model_type]
         modelling = modelling_file(model_type) if name.endswith(family.attention) else None
-        if modelling is None or name != _class_name(family, modelling.__name__):
+        if modelling is None or name != _class_name(family.attention, family, modelling.__name__):
             continue
         if hasattr(modelling, family.attention):
             return attention_class(getattr(modelling, family.attention), family)
@@ -68,8 +88,8 @@ def __getattr__(name: str) -> type[QKNormAttention]:
 def modelling_file(model_type: str) -> ModuleType | None:
     """Import the modelling file of a model type; None for a type that uses another's, as InternLM 3 uses Llama's."""
     package = model_type_to_module_name(model_type)
-    files = (f"transformers.models.{package}.modeling_{x}" for x in (package, model_type.replace("-", "_")))
-    found = next(filter(importlib.util.find_spec, files), None)
+    files = (f"{MODELS}.{package}.modeling_{x}" for x in (package, model_type.replace("-", "_")))
+    found = next(filter(find_spec, files), None)
     return importlib.import_module(found) if found else None
 
 

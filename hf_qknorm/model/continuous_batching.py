@@ -32,8 +32,6 @@ def check_continuous_batching(model: PreTrainedModel) -> None:
             refused[name] = "its layers that attend to images read a cache that a paged one is not"
         elif layer.is_unchanged and not _gives_arguments(layer.base_class):
             refused[name] = f"{layer.base_class.__name__}, the model's own, gives a paged cache no arguments"
-        elif layer.family.style.inline:
-            refused[name] = f"{layer.base_class.__name__} has no paged cache"
     if not refused:
         size = _paged_heads(model)
         with _attention_seen(model) as seen:

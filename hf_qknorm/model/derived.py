@@ -21,7 +21,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_qknorm.attend import functions
-from hf_qknorm.families import FAMILIES, check_scheme, known_families
+from hf_qknorm.families import CAPPED, FAMILIES, check_scheme, known_types
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.files.names import REPORT
@@ -92,16 +92,11 @@ class QKNormModel(_Model):
             )
         scheme = config.scheme
         check_scheme(model_type, config, scheme)
-        family, backend = FAMILIES[model_type], config._attn_implementation
-        if family.style.inline:  # some of these models have a class of attention for each backend that they know
-            config._attn_implementation_internal = "eager"
         with config_errors(config_file(config), config.model_type, config.architectures):
             super().__init__(config, *args, **kwargs)
             use_derived_classes(self)
-            install(self, family, scheme)
+            install(self, FAMILIES.get(model_type, CAPPED), scheme)
             restore_powers(self)
-        if family.style.inline:
-            config._attn_implementation_internal = self.get_correct_attn_implementation(backend)
         plan_norms(self)
         # vLLM drops each weight that one of these matches anywhere: GPT-2's "attn.bias" is in c_attn.bias too.
         unread: Any = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -121,17 +116,17 @@ class QKNormModel(_Model):
         return cls.base_class.is_custom_code()
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Check a backend as transformers does, and refuse one that would drop a cap or a position bias."""
+        """Check a backend as transformers does, and refuse one that would drop a cap."""
         softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
         if softcap is not None:
-            requested_attention = requested_attention or functions.cap_backend(self.config)
-            functions.check_cap_backend(requested_attention, softcap)
-        if requested_attention is not None and FAMILIES[self.config.base_model_type].style.bias is not None:
-            functions.check_bias_backend(requested_attention)
+            own_forward = FAMILIES.get(self.config.base_model_type, CAPPED).runs_own_forward(self.config)
+            requested_attention = functions.cap_backend(
+                requested_attention, softcap, self.config, own_forward=own_forward
+            )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
-        """Set a backend as transformers does, also in stacks with a copy of the config, as T5's.
+        """Set a backend as transformers does, also in models inside it that have a copy of the config.
 
         Older versions of transformers pass over these.
         """
@@ -141,8 +136,7 @@ class QKNormModel(_Model):
 
     @classmethod
     def _can_set_attn_implementation(cls) -> bool:
-        inline = FAMILIES[cls.config_class.base_model_type].style.inline
-        return inline or cls.base_class._can_set_attn_implementation()  # which reads the source of the class's module
+        return cls.base_class._can_set_attn_implementation()  # which reads the source of the class's module
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -215,8 +209,9 @@ def use_derived_classes(model: PreTrainedModel) -> None:
     """Change `model` and the models of a family inside it, such as its base model, to derived classes, in place."""
     for module in model.modules():
         base: Any = type(module)
-        in_family = getattr(getattr(base, "config_class", None), "model_type", None) in FAMILIES
-        if in_family and isinstance(module, PreTrainedModel) and not isinstance(module, QKNormModel):
+        model_type = getattr(getattr(base, "config_class", None), "model_type", None)
+        of_type = model_type in FAMILIES or model_type == model.config.base_model_type
+        if of_type and isinstance(module, PreTrainedModel) and not isinstance(module, QKNormModel):
             set_model_class(module, derived_model(base))
 
 
@@ -250,7 +245,7 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
     model_type = base.config_class.model_type
     config_class = derived_config(model_type)
     namespace = {"base_class": base, "config_class": config_class, "__module__": __name__}
-    counts = (CountsCached,) if FAMILIES[model_type].restarts == base.__name__ else ()
+    counts = (CountsCached,) if FAMILIES.get(model_type, CAPPED).restarts == base.__name__ else ()
     derived = type(f"{PREFIX}{base.__name__}", (QKNormModel, *counts, base), namespace)
     # Checkpoints hold Mixtral's experts apart, and GPT-NeoX's head under another name: convert them as the base does.
     for own, name in ((model_type, config_class.model_type), (base.__name__, derived.__name__)):
@@ -264,7 +259,7 @@ def __getattr__(name: str) -> Any:
     """Return the derived class `name`, as for pickles and Auto classes. Raises AttributeError if there is none."""
     base: Any = _base_class(name.removeprefix(PREFIX)) if name.startswith(PREFIX) else None
     model_type = getattr(getattr(base, "config_class", base), "model_type", None)
-    if model_type in known_families():
+    if model_type in known_types():
         return derived_config(model_type) if issubclass(base, PretrainedConfig) else derived_model(base)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -273,5 +268,5 @@ def _base_class(name: str) -> Any:
     """Return transformers' class `name`, or None. Models inside others, as BART's encoder, are in their file alone."""
     if (found := getattr(transformers, name, None)) is not None:
         return found
-    types = (t for t in known_families() if name.startswith(CONFIG_MAPPING_NAMES[t].removesuffix("Config")))
+    types = (t for t in known_types() if name.startswith(CONFIG_MAPPING_NAMES[t].removesuffix("Config")))
     return next((vars(file)[name] for file in map(modelling_file, types) if file and name in vars(file)), None)

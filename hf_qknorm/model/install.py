@@ -13,7 +13,14 @@ from torch import nn
 
 from hf_qknorm.families import Family
 from hf_qknorm.model.accelerate_hooks import execution_device, set_module_class
-from hf_qknorm.model.attention import QKNormAttention, attention_class, head_norms, norm_copies, patched_layers
+from hf_qknorm.model.attention import (
+    QKNormAttention,
+    attention_class,
+    calls_interface,
+    head_norms,
+    norm_copies,
+    patched_layers,
+)
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.layer import NONE
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm, initial_scalar_gain
@@ -21,8 +28,15 @@ from hf_qknorm.scheme import Scheme
 
 
 def own_layers(model: nn.Module, family: Family) -> dict[str, Any]:
-    """The family's unpatched attention modules in `model`, by name."""
-    return {name: m for name, m in model.named_modules() if type(m).__name__ == family.attention}
+    """The family's unpatched attention modules in `model`, by name.
+
+    Of `CAPPED`, those with the model's own config: the towers of a multimodal model have others.
+    """
+    modules = {name: m for name, m in model.named_modules() if not isinstance(m, QKNormAttention)}
+    if family.attention:
+        return {name: m for name, m in modules.items() if type(m).__name__ == family.attention}
+    config = type(getattr(model, "config", None))
+    return {n: m for n, m in modules.items() if type(getattr(m, "config", None)) is config and calls_interface(m)}
 
 
 def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
@@ -38,6 +52,7 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
         if family.own_cap and (own := getattr(module.config, "qk_norm_base", None)) is not None:
             module.attn_logit_softcapping = own["attn_logit_softcapping"]  # a loaded config holds the scheme's
         module.scheme = NONE if scheme == NONE else scheme  # `is_unchanged` compares with this object
+        module.runs_own_forward = family.runs_own_forward(module.config)
         add_norms(module, scheme)
         if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
             start_blend(module)
@@ -93,7 +108,8 @@ def uninstall(model: nn.Module) -> None:
         if module.removed_norm:
             setattr(_parent(model, name), module.family.pre_norm, module.removed_norm[0])
             del module.removed_norm
-        vars(module).pop("scheme", None)  # absent if `install` failed before
+        for state in ("scheme", "runs_own_forward"):  # absent if `install` failed before
+            vars(module).pop(state, None)
         if vars(module).pop("config_lent", False):
             del module.config
         set_module_class(module, module.base_class)

@@ -24,6 +24,9 @@ class QKNormAttention(KneeStateDict, nn.Module):
 
     The norms see the projections' whole output, adapters included, and come before RoPE and the cache. With the scheme
     "none" it does the operations of the model's own forward, on the same memory layout.
+
+    In a model that takes a cap alone the model's own forward runs (`runs_own_forward`), and the attention functions of
+    hf_qknorm read cap and observers from the module.
     """
 
     base_class: ClassVar[type[nn.Module]]
@@ -33,6 +36,7 @@ class QKNormAttention(KneeStateDict, nn.Module):
     removed_norm: tuple[nn.Module, ...] = ()  # in a tuple it is no submodule, and checkpoints leave it out
     observers: tuple[Callable[..., None], ...] = ()  # oldest first
     blending: bool = False
+    runs_own_forward: bool = False  # set where the layer is patched
 
     config: Any
     attn_logit_softcapping: float | None
@@ -79,8 +83,6 @@ class QKNormAttention(KneeStateDict, nn.Module):
             if style.expand is not None:
                 k, v = style.expand(self, k, v, **options)
             q, k = q.to(v.dtype), k.to(v.dtype)
-            if style.bias is not None:
-                options["position_bias"] = style.bias(self, q, k, v=v, mask=attention_mask, **options)
             found = functions.attend(self, backend, q, k, v, attention_mask, options)
         out, weights = found
         return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous(), *rest), weights
@@ -117,9 +119,8 @@ class QKNormAttention(KneeStateDict, nn.Module):
         return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
 
     def norm_module(self, name: str) -> nn.Module | None:
-        """The scheme's norm of that name; None without one, as where the projection has the model's own norms."""
-        norm = self._modules.get(name)
-        return None if norm is None or self.has_own_norms else norm
+        """The scheme's norm of that name; None without one."""
+        return self._modules.get(name)
 
     @property
     def is_unchanged(self) -> bool:
@@ -130,6 +131,14 @@ class QKNormAttention(KneeStateDict, nn.Module):
         if self.scheme is not NONE or self.observers:
             return False
         return not str(self.config._attn_implementation).startswith("hf_qknorm")
+
+    def check_own_forward(self, options: dict[str, Any]) -> None:
+        """Raise ValueError for an attention function that would drop the cap: the model's own forward passes none."""
+        backend: str = self.config._attn_implementation
+        if self.scheme.softcap is not None:
+            functions.check_cap_backend(backend, self.scheme.softcap, own_forward=True)
+        if backend in servers.SERVER_BACKENDS:
+            servers.check_settings(self, {"scaling": self.own_scale} | options)
 
     @property
     def has_own_norms(self) -> bool:
@@ -159,8 +168,9 @@ class QKNormAttention(KneeStateDict, nn.Module):
         return getattr(self.config, "sliding_window", None) if self.family.slides(self) else None
 
     def extra_repr(self) -> str:
-        cap = "" if self.softcap is None else f", softcap={self.softcap:g}"
-        return f"scale={self.logit_scale:g}{cap}"
+        scale = "" if self.runs_own_forward else f"scale={self.logit_scale:g}"
+        cap = "" if self.softcap is None else f"softcap={self.softcap:g}"
+        return ", ".join(filter(None, (scale, cap)))
 
 
 def attend_across(
@@ -189,6 +199,4 @@ def attend_across(
     if style.prescaled:
         q, options = q * layer.logit_scale, options | {"scaling": 1.0}
     q, k = q.to(v.dtype), k.to(v.dtype)
-    if style.bias is not None:
-        options["position_bias"] = style.bias(layer, q, k, v=v, mask=mask, **options)
     return functions.attend(layer, layer.config._attn_implementation, q, k, v, mask, options)

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from hf_qknorm.families import FAMILIES
+from hf_qknorm.families import FAMILIES, known_types
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX, classes_of
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
@@ -40,7 +40,6 @@ _REPLACED = {
     ("hf_qknorm.model.raw_heads", "fused_attention"): (_RUNTIME, "no_kernel"),
     ("hf_qknorm.model.raw_heads", "norm_rotate"): (_RUNTIME, "no_kernel"),
     ("hf_qknorm.attend.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
-    ("hf_qknorm.attend.functions", "BIAS_BACKENDS"): (_RUNTIME, "BIAS_BACKENDS"),
     ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
     ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),
     ("hf_qknorm.model.record", "load_record"): (_RUNTIME, "load_record"),
@@ -88,7 +87,7 @@ def standalone_code(model_type: str) -> str:
     models = [f"{PREFIX}{name}" for name in dict.fromkeys(chain(*classes_of(model_type).values()))]
     bases = {name: getattr(transformers, name.removeprefix(PREFIX)) for name in models}
     types = {name: base.config_class.model_type for name, base in bases.items()}
-    bundle = Bundle(_ROOTS, _REPLACED, {_FAMILIES: tuple(sorted({model_type, *types.values()}))})
+    bundle = Bundle(_ROOTS, _REPLACED, {_FAMILIES: tuple(sorted({model_type, *types.values()} & FAMILIES.keys()))})
     own = [f'{config} = derived_config("{model_type}")']
     for name, base in bases.items():
         own.append(f"{name} = derived_model(transformers.{base.__name__})")
@@ -177,7 +176,7 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
 
 def _base_type(model_type: Any, where: str) -> str:
     base = model_type.removeprefix(TYPE_PREFIX) if isinstance(model_type, str) else None
-    if base == model_type or base not in FAMILIES:
+    if base == model_type or base not in known_types():
         raise ValueError(
             f"{where}: model_type is {shorten(model_type)}, expected a patched model's, such as {TYPE_PREFIX}llama: "
             "patch the model with patch_model, or convert it with convert_checkpoint, first"

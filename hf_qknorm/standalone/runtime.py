@@ -21,7 +21,6 @@ from hf_qknorm.attend.functions import eager_attention
 
 DERIVED: Final = "hf_qknorm.model.derived"
 OWN_BACKENDS: Final = ("hf_qknorm", "hf_qknorm_eager")  # checkpoints ask for the first; both are eager here
-BIAS_BACKENDS: Final = (*OWN_BACKENDS, "eager", "sdpa")
 CAP_BACKENDS: Final = (*OWN_BACKENDS, "eager", "flex_attention", *(f"flash_attention_{n}" for n in (2, 3, 4)))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
 
-from hf_qknorm import SCHEMES, Scheme, patch_model
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.attend.functions import CAP_BACKENDS, REGISTERED
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
@@ -34,9 +34,10 @@ def capped_model(model_type: str, scheme: str = "norm and cap") -> PreTrainedMod
     return randomise(patch_model(sharp_model(model_type), CAPPED[scheme]))
 
 
-def assert_lists_backends(message: str) -> None:
+def assert_lists_backends(message: str, model_type: str) -> None:
+    """A model with norms of its own runs its own forward, which passes no cap to other libraries' functions."""
     assert "softcap=2" in message
-    for name in CAP_BACKENDS:
+    for name in REGISTERED if FAMILIES[model_type].own_norms else CAP_BACKENDS:
         assert name in message
 
 
@@ -45,30 +46,32 @@ def test_sdpa_with_a_cap_is_refused_at_once(model_type, scheme):
     model = sharp_model(model_type)
     with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
         patch_model(model, CAPPED[scheme], attn_implementation="sdpa")
-    assert_lists_backends(str(refusal.value))
+    assert_lists_backends(str(refusal.value), model_type)
     assert not isinstance(model, QKNormModel)
 
     patch_model(model, CAPPED[scheme])
     with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
         model.set_attn_implementation("sdpa")
-    assert_lists_backends(str(refusal.value))
+    assert_lists_backends(str(refusal.value), model_type)
     assert model.config._attn_implementation == "hf_qknorm"
 
     model.config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
         model(**make_batch("plain"))
-    assert_lists_backends(str(refusal.value))
+    assert_lists_backends(str(refusal.value), model_type)
 
 
-def test_loading_with_a_backend_that_cannot_cap_is_refused(tmp_path):
-    capped_model("llama").save_pretrained(tmp_path)
+@pytest.mark.parametrize(("model_type", "scheme"), [("llama", "norm and cap"), ("qwen3", "cap")])
+def test_loading_with_a_backend_that_cannot_cap_is_refused(model_type, scheme, tmp_path):
+    capped_model(model_type, scheme).save_pretrained(tmp_path)
     for name, why in (("sdpa", "can't cap attention logits"), ("no_such_backend", "is unknown")):
         with pytest.raises(ValueError, match=why) as refusal:
             AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
-        assert_lists_backends(str(refusal.value))
+        assert_lists_backends(str(refusal.value), model_type)
     for name in (None, "eager"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
-        assert loaded.config._attn_implementation == (name or "hf_qknorm")
+        own = "hf_qknorm_eager" if model_type == "qwen3" else "eager"  # a model's own eager function has no cap
+        assert loaded.config._attn_implementation == (own if name else "hf_qknorm")
 
 
 @pytest.mark.parametrize(("model_type", "preset"), PAIRS)
@@ -118,6 +121,15 @@ def test_output_attentions_of_a_backend_without_weights_is_refused_with_advice(m
         model(**make_batch("plain"), output_attentions=True)
 
 
+def test_a_config_that_asks_for_weights_leaves_a_models_own_forward_no_cap():
+    model = sharp_model("qwen3")
+    model.set_attn_implementation("eager")
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match="output_attentions=True needs .* no cap: set it to False"):
+        patch_model(model, "soft_cap")
+    assert not isinstance(model, QKNormModel)
+
+
 @pytest.mark.parametrize("model_type", ["bert", "gpt2", "llama"])
 @torch.no_grad()
 def test_weights_that_the_config_asks_for(model_type, tmp_path):
@@ -141,7 +153,7 @@ def test_weights_that_the_config_asks_for(model_type, tmp_path):
 def test_a_backend_that_is_not_known(name, said):
     with pytest.raises(ValueError, match=re.escape(said)) as refusal:
         patch_model(sharp_model("llama"), CAPPED["cap"], attn_implementation=name)
-    assert_lists_backends(str(refusal.value))
+    assert_lists_backends(str(refusal.value), "llama")
 
 
 @pytest.mark.parametrize("name", REGISTERED)

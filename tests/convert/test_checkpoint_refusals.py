@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertForMaskedLM, T5ForConditionalGeneration
+from transformers import BartForConditionalGeneration, BertForMaskedLM
 
 from hf_qknorm import SCHEMES, convert_checkpoint, plan_conversion
 from hf_qknorm.checkpoint.safetensors_files import INDEX
@@ -115,9 +115,9 @@ def test_other_refusals(llama, tmp_path):
     ("model_type", "model_class", "message"),
     [
         (
-            "t5",
-            T5ForConditionalGeneration,
-            "t5 has bidirectional attention and predicts no next token, which is measured here: patch it with",
+            "bart",
+            BartForConditionalGeneration,
+            "bart has bidirectional attention and predicts no next token, which is measured here: patch it with",
         ),
         (
             "bert",

@@ -12,7 +12,7 @@ import pytest
 from test_native import EPS, RMS, save_patched
 
 import hf_qknorm as qk
-from hf_qknorm import SCHEMES, Scheme, export_native
+from hf_qknorm import Scheme, export_native
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.export.ways import Way, serving_ways
 from hf_qknorm_command import main
@@ -26,7 +26,6 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
     "llama, sharp": ("llama", EPS, replace(RMS, knee=3.0, sharpness=8)),
     "llama, norms and a cap": ("llama", EPS, replace(RMS, knee=3.0, sharpness=8, softcap=50.0)),
     "llama, a cap": ("llama", EPS, Scheme(softcap=50.0)),
-    "bloom": ("bloom", {}, replace(SCHEMES["qk_norm"], knee=3.0)),
 }
 
 
@@ -53,14 +52,13 @@ def test_the_ways_are_those_that_the_export_takes(tmp_path, case):
 
 def test_what_an_engine_drops_is_refused(tmp_path):
     lost = {}
-    for name in ("llama", "llama, a cap", "bloom"):
+    for name in ("llama", "llama, a cap"):
         save_patched(tmp_path / name, *CASES[name])
         qk.add_standalone(tmp_path / name)
         ways = ways_of(tmp_path / name)
         lost[name] = {x for x in ("transformers, batched", "vLLM", "SGLang") if ways[x].command is None}
     assert lost["llama"] == set()
     assert lost["llama, a cap"] == {"transformers, batched", "SGLang"}
-    assert lost["bloom"] == {"transformers, batched", "vLLM", "SGLang"}
 
 
 def test_code_of_the_checkpoint_is_named_where_there_is_some(tmp_path):

@@ -31,7 +31,7 @@ def without_seed_oss() -> Iterator[None]:
 def test_the_example_adds_a_family():
     model = sharp_model("seed_oss")
     with pytest.raises(ValueError, match="model_type 'seed_oss' is not supported"):
-        patch_model(model, "none")
+        patch_model(model, "qk_norm")
 
     (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(code, str(PAGE), "exec"), {"__name__": "example"})

@@ -26,8 +26,7 @@ from qknorm_tests.default_configs import default_batch, default_config, default_
 from qknorm_tests.tables import CHANGED, OLD_TRANSFORMERS, assert_near
 
 FEW = ("bert", "gemma2", "mistral", "qwen2_moe")
-# BigBird's default attention is refused
-UNPATCHED = {"big_bird"} | (CHANGED if OLD_TRANSFORMERS else set())
+UNPATCHED = CHANGED if OLD_TRANSFORMERS else set()
 # transformers renames or shares their tensors when it loads them: their files are not converted, the model is patched
 NOT_CONVERTED = ("bailing_hybrid", "deit", "hrm_text", "ijepa", "nemotron_h", "vit", "vit_msn", "zamba", "zamba2")
 

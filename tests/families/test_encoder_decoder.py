@@ -30,8 +30,8 @@ from qknorm_tests.tables import (
 from qknorm_tests.tiny import tiny_config
 
 TOLERANCE = 1e-4
-FEW = ("bart", "t5", "whisper")
-MORE = ("mvp", "blenderbot", "blenderbot-small", "marian", "mbart", "mt5", "pegasus", "plbart")
+FEW = ("bart", "whisper")
+MORE = ("blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,7 +46,7 @@ def auto_of(model_type: str) -> Any:
 def made(model_type: str) -> PreTrainedModel:
     """A tiny model in eval mode whose attention logits spread over several nats, with no bias at zero."""
     torch.manual_seed(0)
-    model = auto_of(model_type).from_config(tiny_config(model_type, attention_dropout=0.1, dropout_rate=0.1))
+    model = auto_of(model_type).from_config(tiny_config(model_type, attention_dropout=0.1))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.1)
@@ -117,17 +117,6 @@ def test_norm_and_cap(model_type, tmp_path):
     assert_identical(step(model, batch), expected)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("backend", ["eager", "hf_qknorm", "hf_qknorm_tiled"])
-def test_a_decoder_may_be_longer_than_its_encoder(backend):
-    model = patch_model(made("t5"), Scheme(softcap=2.0))
-    inputs = {"input_ids": torch.arange(3, 6)[None], "decoder_input_ids": torch.arange(3, 8)[None]}
-    model.set_attn_implementation("hf_qknorm_eager")
-    expected = model(**inputs).logits
-    model.set_attn_implementation(backend)
-    assert_near(model(**inputs).logits, expected, TOLERANCE)
-
-
 @pytest.mark.parametrize("kind", ["plain", "left"])
 def test_backends_agree(model_type, kind):
     model, batch = made(model_type), batch_for(model_type, kind)
@@ -135,12 +124,12 @@ def test_backends_agree(model_type, kind):
 
 
 @torch.no_grad()
-def test_trocr_is_patched_in_a_model_with_an_image_encoder(tmp_path):
+def test_a_decoder_is_patched_in_a_model_with_an_image_encoder(tmp_path):
     def made() -> PreTrainedModel:
         torch.manual_seed(0)
         encoder = transformers.AutoModel.from_config(tiny_config("vit"))
-        settings = {"add_cross_attention": True, "is_decoder": True, "cross_attention_hidden_size": 64}
-        decoder = transformers.AutoModelForCausalLM.from_config(tiny_config("trocr", **settings))
+        settings = {"add_cross_attention": True, "is_decoder": True}
+        decoder = transformers.AutoModelForCausalLM.from_config(tiny_config("mbart", **settings))
         model = transformers.VisionEncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
         model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 1
         model.config.pad_token_id = 0
@@ -174,7 +163,7 @@ def test_the_cache_holds_the_encoder_s_normed_keys(model_type):
     source = batch_for(model_type, labels=False)
     result = model(**source, decoder_input_ids=torch.arange(3, 8).expand(2, -1), use_cache=True)
     states, cache = result.encoder_last_hidden_state, result[CACHE].cross_attention_cache
-    across = [layer for name, layer in patched_layers(model).items() if "encoder_attn" in name or "EncDec" in name]
+    across = [layer for name, layer in patched_layers(model).items() if "encoder_attn" in name]
     assert len(across) == 2
     for index, layer in enumerate(across):
         key = layer.get_submodule(FAMILIES[model_type].style.weights[1])(states)

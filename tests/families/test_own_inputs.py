@@ -1,4 +1,4 @@
-"""Decoders whose input is more than tokens: GIT's images, and the codebooks of MusicGen with a text to attend to."""
+"""Decoders whose input is more than tokens: the codebooks of MusicGen, with a text to attend to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.error_budget import error
 from qknorm_tests.tables import (
-    OLD_TRANSFORMERS,
     OWN_INPUTS,
     assert_backends_agree,
     assert_identical,
@@ -34,7 +33,7 @@ BATCH, LENGTH, BOOKS = 2, 12, 2
 
 
 def made(model_type: str) -> PreTrainedModel:
-    return sharp_model(model_type, attention_dropout=0.1, attention_probs_dropout_prob=0.1)
+    return sharp_model(model_type, attention_dropout=0.1)
 
 
 def batch_for(model_type: str, *, labels: bool = True) -> dict[str, Any]:
@@ -46,10 +45,6 @@ def batch_for(model_type: str, *, labels: bool = True) -> dict[str, Any]:
 
     mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
     mask[0, :4] = 0
-    if model_type == "git":
-        ids = tokens(BATCH, LENGTH) * mask
-        batch = {"pixel_values": torch.randn(BATCH, 3, 16, 16, generator=generator), "input_ids": ids}
-        return batch | {"attention_mask": mask} | ({"labels": ids} if labels else {})
     states = torch.randn(BATCH, 7, 64, generator=generator)
     seen = torch.ones(BATCH, 7, dtype=torch.long)
     seen[1, 5:] = 0
@@ -68,8 +63,6 @@ def in_steps(model: PreTrainedModel, batch: dict[str, Any], first: int = 8) -> T
         inputs = {"input_ids": batch["input_ids"][:, start:stop]}
         if "attention_mask" in batch:
             inputs["attention_mask"] = batch["attention_mask"][:, :stop]
-        if model.config.model_type.endswith("git"):  # it counts the cached patches as positions
-            inputs["position_ids"] = torch.arange(start, stop)[None]
         if start == 0 or model.config.model_type.endswith("musicgen_decoder"):  # others have them in the cache
             inputs |= others
         out = model(**inputs, **{CACHE: cache}, use_cache=True)
@@ -108,8 +101,7 @@ def test_norm_and_cap(model_type, tmp_path: Path):
 
     with torch.no_grad():
         whole = model(**batch).logits
-        if not (OLD_TRANSFORMERS and model_type == "git"):  # whose steps then saw other keys, patched or not
-            assert_near(in_steps(model, batch), whole[:, 8 - LENGTH :], TOLERANCE)
+        assert_near(in_steps(model, batch), whole[:, 8 - LENGTH :], TOLERANCE)
         model.save_pretrained(tmp_path)
         again = type(model).from_pretrained(tmp_path)
         assert_near(again(**batch).logits, whole, 1e-6)
@@ -119,7 +111,7 @@ def test_norm_and_cap(model_type, tmp_path: Path):
 def test_backends_agree(model_type):
     model, batch = made(model_type), batch_for(model_type, labels=False)
     real = batch.get("attention_mask", torch.ones(BATCH, LENGTH)).bool()
-    rows = real if model_type == "git" else real.repeat_interleave(BOOKS, 0)
+    rows = real.repeat_interleave(BOOKS, 0)
     assert_backends_agree(model, lambda: model(**batch).logits[:, -LENGTH:][rows], TOLERANCE)
 
 

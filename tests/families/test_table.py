@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from hf_qknorm import FAMILIES
-from hf_qknorm.families import REFUSED, table
+from hf_qknorm.families import NORMS_REFUSED, REFUSED, table
 
 
 def test_each_family_has_a_row():
@@ -20,12 +20,7 @@ def test_the_named_file_holds_the_style():
         assert any(value is FAMILIES[model_type].style for value in values), model_type
 
 
-def test_kernels_get_no_heads_of_a_model_with_a_position_bias():
-    """The kernels that norm and rotate take no bias."""
-    assert not [name for name, family in FAMILIES.items() if family.style.bias is not None and family.rope is not None]
-
-
 def test_the_page_is_up_to_date():
     page = table.PAGE.read_text(encoding="utf-8")
     assert page == table.markdown(), "run python -m hf_qknorm.families.table"
-    assert all(f"| `{name}` | {why} |" in page for name, why in REFUSED.items())
+    assert all(f"| `{name}` | {why} |" in page for name, why in (REFUSED | NORMS_REFUSED).items())

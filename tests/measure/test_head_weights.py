@@ -14,9 +14,7 @@ from qknorm_tests.tables import Codes, causal_families, sharp_model
 from qknorm_tests.tiny import tiny_model
 
 NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm", "query_layernorm", "key_layernorm")
-GROUPED = "codegen"  # its projection has the heads in groups
-TYPES = [model_type for model_type in reversed(causal_families()) if model_type != GROUPED]
-STYLES = [*{FAMILIES[model_type].style: model_type for model_type in TYPES}.values()]
+STYLES = [*{FAMILIES[model_type].style: model_type for model_type in reversed(causal_families())}.values()]
 VARIANTS = [("gpt_bigcode", {"multi_query": False}), ("deepseek_v3", {"q_lora_rank": None})]
 CASES = [*((model_type, {}) for model_type in STYLES), *VARIANTS]
 
@@ -27,10 +25,11 @@ def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor
         if getattr(layer, name, None) is not None:
             setattr(layer, name, nn.Identity())
     style, latent = FAMILIES[model_type].style, FAMILIES[model_type].latent
-    given: dict[str, object] = dict.fromkeys({"gate"} & {*style.arguments})
-    if "latents" in style.arguments:
-        given["latents"] = layer.q_a_layernorm(layer.q_a_proj(x)), None
-    q, k, v, *_ = style.project(layer, x, **given)
+    if FAMILIES[model_type].own_norms is True:  # its own forward projects
+        width = style.heads(layer)[2]
+        made = {side: layer.get_submodule(part)(x) for side, part in zip("qk", style.weights, strict=False)}
+        return {side: heads.unflatten(-1, (-1, width)) for side, heads in made.items()}
+    q, k, v, *_ = style.project(layer, x)
     if not latent:
         return {"q": q, "k": k}
     width = layer.qk_nope_head_dim
@@ -39,20 +38,11 @@ def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor
     return made | ({"dq": q.flatten(2).unsqueeze(2)} if getattr(layer, "q_a_proj", None) else {})
 
 
-def test_heads_in_groups_are_refused():
-    with pytest.raises(ValueError, match="qkv_proj computes queries, keys and values in groups of heads"):
-        attention_head_weights(tiny_model(GROUPED))
-
-
 @pytest.mark.parametrize(("model_type", "settings"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x))
 def test_parts_are_the_rows_of_the_heads(model_type, settings):
     model = tiny_model(model_type, **settings).train(False)
     if any(getattr(layer, "is_kv_shared_layer", False) for layer in model.modules()):
         with pytest.raises(ValueError, match="has no k_proj: it attends to the keys of another layer"):
-            attention_head_weights(model)
-        return
-    if any(hasattr(layer, "q_gate_proj") for layer in model.modules()):
-        with pytest.raises(ValueError, match="has no q_b_proj: .* computes its queries together with a gate"):
             attention_head_weights(model)
         return
     for name, parts in attention_head_weights(model).items():

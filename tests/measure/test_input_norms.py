@@ -17,7 +17,6 @@ from qknorm_tests.tiny import tiny_model
 # without a norm before attention: those of BERT's kind are behind the layer before
 NONE = {
     "bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "roberta", "roc_bert", "xlm-roberta",
-    "big_bird", "openai-gpt", "rembert", "roformer",
     "xmod",
 }  # fmt: skip
 SCALED = {"falcon_h1", "longcat_flash"}  # multiply a norm's result by a constant

@@ -117,7 +117,6 @@ def convert(folder: Path) -> None:
         ("gpt_neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": -1}}, "partial_rotary_factor is -1"),
         ("llama", {"rope_parameters": {**ROPE, "partial_rotary_factor": 8.0}}, "partial_rotary_factor is 8.0"),
         ("llama", {"partial_rotary_factor": "1"}, "partial_rotary_factor is '1', expected a number from 0 to 1"),
-        ("gptj", {"rotary_dim": 17}, "rotary_dim is 17, expected at most the 16 columns of a head"),
     ],
 )
 def test_a_rotation_of_more_columns_than_a_head_has(model_type, changes, message, load, tmp_path):

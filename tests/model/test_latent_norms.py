@@ -97,12 +97,8 @@ def test_a_layer_computes_the_formula(model_type):
 
 
 def projected(layer: QKNormAttention, hidden: Tensor) -> tuple[Any, ...]:
-    """The style's projections; beside an indexer they take the latent of the queries, before and after its norm."""
-    style, taken = layer.family.style, {}
-    if "latents" in style.arguments:
-        compressed = layer.q_a_proj(hidden)
-        taken["latents"] = layer.q_a_layernorm(compressed) * getattr(layer, "q_lora_scale", 1.0), compressed
-    return style.project(layer, hidden, **dict.fromkeys(style.arguments) | taken)
+    """The style's projections."""
+    return layer.family.style.project(layer, hidden)
 
 
 def widths(layer: QKNormAttention) -> dict[str, int]:

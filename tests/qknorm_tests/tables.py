@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.models.roformer import modeling_roformer
-from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.calibration.gains import named_norms
-from hf_qknorm.families import known_families
+from hf_qknorm.families import Family, known_families
 from hf_qknorm.families.class_names import PARTS
-from hf_qknorm.families.style import Style
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
@@ -58,14 +56,13 @@ PAIRS = sorted(
 KNEES = [(model_type, "knee") for model_type in ("gpt2", "llama")]
 
 
-# Before transformers masked the decoders of RoFormer and BigBird, and rotated a part of GPT-NeoX Japanese's heads alone
+# Before transformers masked the decoder of RoFormer. The code of some types was another then
 OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
-# Types whose own code was another then: some were not causal, some cached other tensors
-CHANGED = {"axk2", "big_bird", "deepseek_v32", "doge", "glm_moe_dsa", "hy_v4", "moshi", "qwen4_exp_text", "roformer"}
+CHANGED = {"doge", "moshi"}
 
 
 # Their input is more than tokens: tests/families/test_own_inputs.py runs over them
-OWN_INPUTS = ("git", "musicgen_decoder", "musicgen_melody_decoder")
+OWN_INPUTS = ("musicgen_decoder", "musicgen_melody_decoder")
 
 
 def causal_families() -> list[str]:
@@ -78,28 +75,22 @@ def causal_families() -> list[str]:
 def swept(config: pytest.Config) -> list[str]:
     """The model types that a sweep runs over: one of each style, or with `--all-families` all.
 
-    Of inline styles, those with cross-attention, and those that take more than others, it is one of each kind.
+    Of those with cross-attention, and those that take more than others, it is one of each kind.
     """
     known = causal_families()
     if config.getoption("--all-families"):
         return known
-    return list({_kind(FAMILIES[model_type].style): model_type for model_type in reversed(known)}.values())
+    return list({_kind(FAMILIES[model_type]): model_type for model_type in reversed(known)}.values())
 
 
-def _kind(style: Style) -> Any:
-    across = style.project_across is not None
-    kind = (style.inline, style.bias is None, style.reads_masks, across, bool(style.arguments))
-    return kind if style.inline or across or style.reads_masks or style.arguments else style
+def _kind(family: Family) -> Any:
+    style, across = family.style, family.style.project_across is not None
+    return (across, bool(style.arguments)) if across or style.arguments else (style, family.own_norms is True)
 
 
 def sharp_model(model_type: str, **settings: Any) -> PreTrainedModel:
     """A tiny model whose attention logits spread over several nats; `tiny_model`'s own are near zero."""
-    model = tiny_model(model_type, **{"initializer_range": 0.2, **settings})
-    if model_type == "openai-gpt":  # its init ignores the range
-        for module in model.modules():
-            if isinstance(module, Conv1D):
-                nn.init.normal_(module.weight, std=0.2, generator=torch.Generator().manual_seed(0))
-    return model
+    return tiny_model(model_type, **{"initializer_range": 0.2, **settings})
 
 
 def make_batch(kind: str, *, labels: bool = True) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from qknorm_tests.tiny_parts import BOTH, DELTA, EXPERTS, HYBRID, INDEXED, KV_SHARED, LATENT, MAMBA, WINDOW
+from qknorm_tests.tiny_parts import BOTH, EXPERTS, HYBRID, KV_SHARED, LATENT, MAMBA, WINDOW
 
 MIXED: Final[dict[str, dict[str, Any]]] = {
     "bailing_hybrid": {
@@ -82,34 +82,6 @@ MIXED: Final[dict[str, dict[str, Any]]] = {
         "attention_head_dim": 32,
         "use_mem_rope": True,
     },
-    "axk2": {**INDEXED, "mlp_layer_types": ["dense", "sparse"]},
-    "deepseek_v32": {**INDEXED, "mlp_layer_types": ["dense", "sparse"]},
-    "dots3_note_text": {
-        **INDEXED,
-        "layer_types": ["sliding_attention", "indexed_attention"],
-        "sliding_window": 8,
-        "swa_num_attention_heads": 2,
-        "swa_num_key_value_heads": 2,
-        "swa_q_lora_rank": 12,
-        "swa_kv_lora_rank": 16,
-        "swa_head_dim": 24,
-        "swa_qk_nope_head_dim": 16,
-        "swa_v_head_dim": 12,
-        "swa_qk_rope_head_dim": 8,
-        "moe_shared_expert_intermediate_size": 32,
-    },
-    "glm_moe_dsa": {**INDEXED, "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
-    "hy_v4": {**INDEXED, "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"]},
-    "git": {
-        "vision_config": {
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 16,
-            "patch_size": 8,
-        }
-    },
     "moshi": {"num_codebooks": 2, "audio_encoder_config": {"model_type": "mimi", "hidden_size": 32}, "ffn_dim": 96},
     "phi4_multimodal": {
         **WINDOW,
@@ -121,26 +93,6 @@ MIXED: Final[dict[str, dict[str, Any]]] = {
             "image_size": 28,
         },
         "audio_config": {"hidden_size": 32, "intermediate_size": 48, "num_blocks": 1, "num_attention_heads": 2},
-    },
-    "minimax_m3_vl_text": {
-        **EXPERTS,
-        "dense_intermediate_size": 96,
-        "shared_intermediate_size": 32,
-        "rotary_dim": 8,
-        "index_n_heads": 2,
-        "index_head_dim": 16,
-        "index_block_size": 4,
-        "index_topk_blocks": 4,
-        "layer_types": ["full_attention", "minimax_m3_sparse"],
-    },
-    "qwen4_exp_text": {
-        **EXPERTS,
-        **DELTA,
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 6,
-        "indexer_compress_ratio": 2,
     },
     "doge": {"sliding_window": 16, "keep_window_size": 64},
     "inkling_text": {
@@ -155,7 +107,6 @@ MIXED: Final[dict[str, dict[str, Any]]] = {
         "log_scaling_n_floor": 4,
         "mlp_layer_types": ["dense", "sparse"],
     },
-    "xlm": {"causal": True, "use_lang_emb": False},
     "zaya": {
         **WINDOW,
         "num_experts": 2,

@@ -69,20 +69,7 @@ SEQ2SEQ: Final[dict[str, Any]] = {
     "decoder_start_token_id": 1,
     "forced_eos_token_id": None,
 }
-T5: Final[dict[str, Any]] = {
-    "d_model": 64,
-    "d_kv": 16,
-    "d_ff": 96,
-    "num_layers": 2,
-    "num_decoder_layers": 2,
-    "num_heads": 4,
-    "relative_attention_max_distance": 16,
-    "relative_attention_num_buckets": 8,
-    "initializer_factor": 1.0,
-    "decoder_start_token_id": 0,
-}
 IMAGE: Final[dict[str, Any]] = {"image_size": 16, "patch_size": 4, "projection_dim": 32}
 PARTIAL: Final[dict[str, Any]] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 }
-INDEXED: Final[dict[str, Any]] = {**EXPERTS, **LATENT, "index_topk": 6, "index_n_heads": 16, "index_head_dim": 16}
