@@ -26,10 +26,9 @@ from hf_qknorm.ops import reference
 from hf_qknorm.ops.types import Heads
 
 _NAMED: Final = {x.name: x for x in IMPLEMENTATIONS}
+OWN_BACKENDS: Final = ("hf_qknorm", *_NAMED, "hf_qknorm_eager")
 CAP_BACKENDS: Final = (
-    "hf_qknorm",
-    *_NAMED,
-    "hf_qknorm_eager",
+    *OWN_BACKENDS,
     "eager",
     "flex_attention",
     "flash_attention_2",
@@ -60,7 +59,7 @@ def check_cap_backend(name: str, softcap: float, *, own_forward: bool = False) -
 
     A model's own forward passes no cap on, so that the function must read it from the module.
     """
-    backends = tuple(REGISTERED) if own_forward else CAP_BACKENDS
+    backends = OWN_BACKENDS if own_forward else CAP_BACKENDS
     if name in backends or name in SERVER_BACKENDS:
         return
     able = f"Backends that can cap attention logits (softcap={softcap:g}) in this model: {', '.join(backends)}"

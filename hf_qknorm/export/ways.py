@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from hf_qknorm.checkpoint.source import Source, open_source
 from hf_qknorm.export.native import check_exportable, plan_export
-from hf_qknorm.families import FAMILIES
 from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.files.paths import user_path
 
@@ -38,34 +37,20 @@ def serving_ways(src: str | os.PathLike[str]) -> list[Way]:
         source.check_complete()
         config: Any = source.config
         here = shlex.quote(str(folder))
-        lost = [] if config.attn_logit_softcapping is None else [f"the cap of {config.attn_logit_softcapping:g}"]
-        lost += ["the position bias"] if FAMILIES[config.base_model_type].style.bias else []
-        batched = f"refused: continuous batching drops {lost[0]}" if lost else "exact"
-        biased = (
-            "refused: it drops the position bias" if "the position bias" in lost else "exact, or refused at the start"
-        )
+        cap = config.attn_logit_softcapping
+        batched = "exact" if cap is None else f"refused: continuous batching drops the cap of {cap:g}"
         own_code = (folder / CODE_FILE).is_file()
         trust = " --trust-remote-code" if own_code else ""  # else vLLM takes the package, by its plugin
-        sglang = "exact by its source, not run; windows are refused"
-        if lost:
-            sglang = f"refused: it drops {lost[0]}"
-        elif not own_code:
-            sglang = "refused: it needs the model's code beside the weights (add_standalone)"
         ways = [
             Way("transformers", "exact", _LOAD_CODE if own_code else _LOAD),
-            _way("transformers, batched", batched, "model.generate_batch(...)"),
+            Way("transformers, batched", batched, None if cap is not None else "model.generate_batch(...)"),
             Way("transformers serve", "refused: it loads transformers' own classes alone; serve an export", None),
-            _way("vLLM", biased, f"vllm serve {here} --model-impl transformers{trust}"),
-            _way("SGLang", sglang, f"sglang serve --model-path {here} --model-impl transformers --trust-remote-code"),
+            Way("vLLM", "exact, or refused at the start", f"vllm serve {here} --model-impl transformers{trust}"),
             _export(source, f"hf-qknorm export {here} DST", "exact", end=False),
         ]
         if config.scheme.norms:
             ways.append(_export(source, f"hf-qknorm export {here} DST --texts TEXT", INEXACT, end=True))
         return ways
-
-
-def _way(name: str, cost: str, command: str) -> Way:
-    return Way(name, cost, None if cost.startswith("refused") else command)
 
 
 def _export(source: Source, command: str, cost: str, *, end: bool) -> Way:

@@ -40,10 +40,12 @@ def markdown() -> str:
     lines = [
         "# Model types",
         "",
-        f"{len(FAMILIES)} model types have a line below, and {len(FAMILIES) - own} of them take norms. The style is the file beside this page that defines how queries, "
+        f"{len(FAMILIES)} model types have a line below, and {len(FAMILIES) - own} of them take norms. The style is "
+        "the file beside this page that defines how queries, "
         "keys and values are computed. A model that norms its queries and keys takes a cap and no norms, and so does "
         "every model of another type whose modules call transformers' attention interface, unless it caps its logits "
-        "itself (`attn_logit_softcapping`). Its own forward then runs, with hf_qknorm's attention function. A model that "
+        "itself (`attn_logit_softcapping`). Its own forward then runs, with hf_qknorm's attention function. A "
+        "model that "
         "caches a latent norms the parts of each head with and without RoPE separately, and takes no scheme with one "
         "gain a layer. `qkv_norm` needs a norm before attention that serves attention alone. In models that mix "
         "attention with other layers, the softmax attention is patched.",
@@ -69,7 +71,8 @@ def markdown() -> str:
 
 
 def _reasons(refused: Mapping[str, str]) -> list[str]:
-    return ["| model type | why |", "| --- | --- |", *(f"| `{name}` | {why} |" for name, why in sorted(refused.items()))]
+    lines = [f"| `{name}` | {why} |" for name, why in sorted(refused.items())]
+    return ["| model type | why |", "| --- | --- |", *lines]
 
 
 def _style_files() -> dict[int, str]:

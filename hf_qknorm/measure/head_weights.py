@@ -143,6 +143,7 @@ def attention_layers(model: nn.Module) -> list[tuple[str, Any, Family]]:
             family = family_of(module.config)
             for name, layer in own_layers(module, family).items():
                 layers[f"{prefix}.{name}" if prefix else name] = layer, family
+    layers = {name: (layer, family) for name, (layer, family) in layers.items() if family.attention}
     if not layers:
         raise ValueError(f"{type(model).__name__} has no attention layer of a known family: see hf-qknorm families")
     return [(name, *found) for name, found in layers.items()]

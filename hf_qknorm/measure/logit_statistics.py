@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_qknorm.attend.watched import watch
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.logits import call_to_measure, measure
 from hf_qknorm.measure.watchable import block_outputs, watchable_layers
@@ -132,8 +133,7 @@ class PassFilter:
     def observe(self, model: nn.Module, observers: Mapping[str, Any]) -> list[Callable[[], Any]]:
         """Add the observers to the layers of these names, and hook all transformers models.
 
-        Returns the calls that undo this. Pickles and copies of the model hold them. Until then hf_qknorm's attention
-        computes the layers that run the model's own forward.
+        Returns the calls that undo this. Pickles and copies of the model hold them.
         """
         undo: list[Callable[[], Any]] = [partial(setattr, self, "watching", False)]  # others may still call these
         for module in model.modules():
@@ -143,11 +143,7 @@ class PassFilter:
         for name, observer in observers.items():
             layer: Any = model.get_submodule(name)
             layer.observers += (observer,)
-            undo.append(partial(_remove_observer, layer, observer))
-            backend = layer.config._attn_implementation
-            if layer.runs_own_forward and not backend.startswith("hf_qknorm"):  # which shows the heads to nobody
-                layer.config._attn_implementation_internal = "hf_qknorm"
-                undo.append(partial(setattr, layer.config, "_attn_implementation_internal", backend))
+            undo += [partial(_remove_observer, layer, observer), watch(layer)]
         return undo
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

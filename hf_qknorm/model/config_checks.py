@@ -1,4 +1,4 @@
-"""Checks of a config's settings that transformers makes late, or with an error that does not name config.json."""
+"""Checks of a config's settings that transformers does not make, and its own errors with the name of config.json."""
 
 from __future__ import annotations
 
@@ -10,20 +10,10 @@ from typing import Any, Final
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
-from transformers.activations import ACT2FN
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_qknorm.files.formatting import shorten
 
-SIZES: Final = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "max_position_embeddings",
-)  # fmt: skip
-EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
-ACTIVATIONS: Final = ("hidden_act", "hidden_activation", "activation_function")
 SHARE: Final = "a number from 0 to 1: the share of a head's columns that is rotated"
-MAX_SIZE: Final = 2**31 - 1
-MAX_LAYERS: Final = 10_000  # a model is built layer by layer before any other error is raised
 
 # Settings that may be absent or null: the test of any other value, and the values that pass it.
 OPTIONAL: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
@@ -42,9 +32,9 @@ OPTIONAL: Final[dict[str, tuple[Callable[[Any], bool], str]]] = {
 
 
 def check_settings(config: Any) -> None:
-    """Raise ValueError, naming config.json and the setting, for a value that no model can be built with.
+    """Raise ValueError, naming config.json and the setting, for a value that transformers takes and computes wrongly.
 
-    Checks sizes, the names of activations and RoPE types, the columns that are rotated, and the settings in `OPTIONAL`.
+    Others it refuses itself when it builds the config or the model (`config_errors`).
     """
     for name, value, is_valid, expected in _checks(config):
         if not is_valid:
@@ -52,36 +42,20 @@ def check_settings(config: Any) -> None:
 
 
 def _checks(config: Any) -> Iterator[tuple[str, Any, bool, str]]:
-    """Yield name and value of each setting, whether a model can be built with it, and the values that are possible."""
-    for name in SIZES:
-        value, most = _setting(config, name), MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
-        yield name, value, not isinstance(value, int) or 1 <= value <= most, f"a whole number from 1 to {most}"
+    """Yield name and value of each setting, whether it is possible, and the values that are."""
     queries, keys = (_setting(config, name) for name in ("num_attention_heads", "num_key_value_heads"))
     divides = not (isinstance(queries, int) and isinstance(keys, int)) or queries % keys == 0
     yield "num_key_value_heads", keys, divides, f"a divisor of num_attention_heads={queries}"
-    for experts in EXPERTS:
-        number, used = (_setting(config, name) for name in (experts, "num_experts_per_tok"))
-        enough = not (isinstance(number, int) and isinstance(used, int)) or used <= number
-        yield "num_experts_per_tok", used, enough, f"at most {experts}={number}"
     for name, (test, expected) in OPTIONAL.items():
         value = getattr(config, name, None)
         absent = value is None or (name == "sliding_window" and value == 0 and not _may_slide(config))
         yield name, value, absent or test(value), expected
-    for name in ACTIVATIONS:
-        value = _setting(config, name)
-        yield name, value, not isinstance(value, str) or value in ACT2FN, f"one of {', '.join(sorted(ACT2FN))}"
-    kinds = ("default", *sorted(ROPE_INIT_FUNCTIONS))
     for name, rope in _ropes(config):
-        value = rope.get("rope_type", "default")
-        yield f"{name}.rope_type", value, value in kinds, f"one of {', '.join(kinds)}"
         value = rope.get("partial_rotary_factor")
         yield f"{name}.partial_rotary_factor", value, value is None or _is_share(value), SHARE
     for name in ("partial_rotary_factor", "rotary_pct"):
         value = _setting(config, name)
         yield name, value, value is None or _is_share(value), SHARE
-    columns, rotated = _head_dim(config), _setting(config, "rotary_dim")
-    fits = not (isinstance(rotated, int) and columns is not None) or rotated <= columns
-    yield "rotary_dim", rotated, fits, f"at most the {columns} columns of a head"
 
 
 # The errors beside ValueError that transformers raises for settings that it does not check.
@@ -129,14 +103,6 @@ def config_file(config: Any) -> str:
 
 def _is_share(value: Any) -> bool:
     return isinstance(value, int | float) and 0 <= value <= 1
-
-
-def _head_dim(config: Any) -> int | None:
-    """The columns of a head, by its own setting or as a share of the hidden size; None where neither is a size."""
-    own, hidden, heads = (_setting(config, name) for name in ("head_dim", "hidden_size", "num_attention_heads"))
-    if isinstance(own, int):
-        return own
-    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
 
 
 def _setting(config: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_qknorm.families import known_families
+from hf_qknorm.families import known_types
 from hf_qknorm.integrations.vllm import register
 from hf_qknorm.model import derived
 
@@ -25,7 +25,7 @@ def registered() -> dict[str, str]:
 
 
 def test_every_causal_language_model_is_registered(registered):
-    names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) for model_type in known_families()} - {None}
+    names = {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type) for model_type in known_types()} - {None}
     assert registered.keys() == {f"QKNorm{name}" for name in names}
 
 
