@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,34 @@ def check_weights(
     return info, offloaded
 
 
+def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Save a model by transformers' `save`, and refuse one with patched layers whose scheme its config does not hold.
+
+    Such is the whole of a model in which a part was patched by itself. Raises ValueError before anything is written.
+    """
+    from hf_qknorm.model.attention import patched_layers
+
+    held = list(_schemes_in(model.config))
+    for name, layer in patched_layers(model).items():
+        own: Any = layer.config
+        if not layer.scheme.changes_nothing and (type(own), own.qk_norm) not in held:
+            raise ValueError(
+                f"{name} of this {type(model).__name__} is patched, and the model's config does not hold its scheme "
+                f"({layer.scheme}): a checkpoint would load without it. Call unpatch_model on the part that was patched "
+                "by itself, and patch_model on the whole model (tower=... names a part); or save that part by itself"
+            )
+    return save(model, *args, **kwargs)
+
+
+def _schemes_in(config: Any) -> Iterator[tuple[type, Any]]:
+    """Yield class and stored scheme of a patched model's config, and of each config in a multimodal one."""
+    if getattr(config, "qk_norm", None) is not None:
+        yield type(config), config.qk_norm
+    for key in getattr(config, "sub_configs", ()):
+        if getattr(config, key, None) is not None:
+            yield from _schemes_in(getattr(config, key))
+
+
 def _is_derived(model_type: Any) -> bool:
     return isinstance(model_type, str) and model_type.startswith(TYPE_PREFIX)
 
@@ -62,5 +90,6 @@ def _refusal(where: str, stored: Any, cls: str) -> ValueError:
     return UnpatchedClassError(
         f"{where} is a patched checkpoint of model_type {shorten(stored)}, and {cls} would load it without its scheme. "
         "Load it with an Auto class such as AutoModelForCausalLM or AutoConfig, or with a class of "
-        f"hf_qknorm.model.derived ({PREFIX}...); unpatch_model then gives the unpatched model"
+        f"hf_qknorm.model.derived: {PREFIX}NAME for a class NAME, your own included; unpatch_model then gives the "
+        "unpatched model"
     )

@@ -7,6 +7,7 @@ loading therefore need nothing but transformers' own methods.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -265,8 +266,18 @@ def __getattr__(name: str) -> Any:
 
 
 def _base_class(name: str) -> Any:
-    """Return transformers' class `name`, or None. Models inside others, as BART's encoder, are in their file alone."""
+    """Return the class `name` of transformers, or of the user's own, or None.
+
+    Models inside others, as BART's encoder, are in their file alone.
+    """
     if (found := getattr(transformers, name, None)) is not None:
         return found
     types = (t for t in known_types() if name.startswith(CONFIG_MAPPING_NAMES[t].removesuffix("Config")))
-    return next((vars(file)[name] for file in map(modelling_file, types) if file and name in vars(file)), None)
+    found = next((vars(file)[name] for file in map(modelling_file, types) if file and name in vars(file)), None)
+    return found or next((cls for cls in _subclasses(PreTrainedModel) if cls.__name__ == name), None)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    for subclass in cls.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

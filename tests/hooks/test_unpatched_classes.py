@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -16,9 +17,12 @@ from transformers import (
     LlamaForCausalLM,
     LlamaModel,
     LlavaForConditionalGeneration,
+    PreTrainedModel,
 )
 
-from hf_qknorm import Scheme, patch_model
+from hf_qknorm import Scheme, patch_model, unpatch_model
+from hf_qknorm.model import derived
+from hf_qknorm.model.load_checks import UnpatchedClassError
 from hf_qknorm.standalone.notice import NOTICES
 from qknorm_tests.children import child
 from qknorm_tests.folders import edit, edit_config
@@ -109,3 +113,41 @@ def test_a_patched_tower_is_checked_too(damage, tmp_path):
     expected = "q_norm.weight' has dtype I8" if damage == "dtype" else r"q_norm.weight' is \[7\], expected \[16\]"
     with pytest.raises(ValueError, match=expected):
         LlavaForConditionalGeneration.from_pretrained(tmp_path)
+
+
+def inner_parts() -> dict[str, tuple[PreTrainedModel, str]]:
+    """Models, and the path of a part that is patched by itself."""
+    return {"body": (sharp_model("llama"), "model"), "tower": (tiny_towers("llava"), "model.language_model")}
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm", "soft_cap"])
+@pytest.mark.parametrize("case", ["body", "tower"])
+def test_the_whole_of_a_patched_part_is_not_saved(case, scheme, tmp_path):
+    model, part = inner_parts()[case]
+    inner = patch_model(model.get_submodule(part), scheme)
+    with pytest.raises(ValueError, match="is patched, and the model's config does not hold its scheme"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    inner.save_pretrained(tmp_path / "part")
+    assert type(AutoModel.from_pretrained(tmp_path / "part")) is type(inner)
+    patch_model(inner := unpatch_model(inner), "none")
+    model.save_pretrained(tmp_path / "none")
+
+
+class LlamaWithValue(LlamaForCausalLM):
+    """A class of a user's own."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.value = nn.Linear(config.hidden_size, 1)
+        self.post_init()
+
+
+def test_a_class_of_the_user_s_own_is_loaded_by_its_derived_class(tmp_path):
+    model = patch_model(LlamaWithValue(tiny_config("llama")), "qk_norm_cap")
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UnpatchedClassError, match="hf_qknorm.model.derived: QKNormNAME for a class NAME, your own"):
+        LlamaWithValue.from_pretrained(tmp_path)
+    again = derived.QKNormLlamaWithValue.from_pretrained(tmp_path)
+    assert type(again) is type(model)
+    assert torch.equal(again.value.weight, model.value.weight)
