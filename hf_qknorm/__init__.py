@@ -13,8 +13,7 @@
 | patch a model | `patch_model`, `unpatch_model`, `Scheme`, `SCHEMES`, `FAMILIES` |
 | convert a checkpoint | `calibrate`, `convert_checkpoint`, `plan_conversion` |
 | inspect | `inspect_model`, `logit_statistics` |
-| train | `LogitMonitor`, `BlendSchedule`, `CapSchedule`, `KneeSchedule`, `peft_modules_to_save` |
-| remove norms | `start_removal`, `remove_norms` |
+| train | `LogitMonitor`, `KneeSchedule`, `set_knee`, `remove_norms`, `peft_modules_to_save` |
 | optimise | `MuonClip`, `QKClip`, `QuacK` |
 | share | `push_to_hub`, `add_standalone`, `export_native` |
 
@@ -45,13 +44,12 @@ _LATE = {
     "standalone.generate": ("add_standalone",),
     "measure.logit_statistics": ("LogitStatistics", "logit_statistics"),
     "reports.report": ("Calibration",),
-    "training.blend": ("BlendSchedule", "CapSchedule", "set_blend", "set_cap"),
     "training.clip": ("QKClip",),
     "training.knee": ("KneeSchedule",),
     "training.logit_monitor": ("LogitMonitor",),
     "training.muon": ("MuonClip",),
     "training.quack": ("QuacK",),
-    "training.removal": ("remove_norms", "start_removal"),
+    "training.removal": ("remove_norms",),
 }
 if TYPE_CHECKING:
     from hf_qknorm.calibration.calibrate import calibrate
@@ -67,13 +65,12 @@ if TYPE_CHECKING:
     from hf_qknorm.patch import patch_model, unpatch_model
     from hf_qknorm.reports.report import Calibration
     from hf_qknorm.standalone.generate import add_standalone
-    from hf_qknorm.training.blend import BlendSchedule, CapSchedule, set_blend, set_cap
     from hf_qknorm.training.clip import QKClip
     from hf_qknorm.training.knee import KneeSchedule
     from hf_qknorm.training.logit_monitor import LogitMonitor
     from hf_qknorm.training.muon import MuonClip
     from hf_qknorm.training.quack import QuacK
-    from hf_qknorm.training.removal import remove_norms, start_removal
+    from hf_qknorm.training.removal import remove_norms
 else:
 
     def __getattr__(name: str) -> Any:
@@ -84,11 +81,10 @@ else:
 
 
 __all__ = [
-    "FAMILIES", "SCHEMES", "BlendSchedule", "Calibration", "CapSchedule", "Inspection", "KneeSchedule", "LogitMonitor",
-    "LogitStatistics", "MuonClip", "NativeExport", "Plan", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone",
-    "calibrate", "convert_checkpoint", "export_native", "inspect_model", "logit_statistics", "patch_model",
-    "peft_modules_to_save", "plan_conversion", "push_to_hub", "remove_norms", "set_blend", "set_cap", "set_knee",
-    "start_removal", "unpatch_model",
+    "FAMILIES", "SCHEMES", "Calibration", "Inspection", "KneeSchedule", "LogitMonitor", "LogitStatistics", "MuonClip",
+    "NativeExport", "Plan", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone", "calibrate",
+    "convert_checkpoint", "export_native", "inspect_model", "logit_statistics", "patch_model", "peft_modules_to_save",
+    "plan_conversion", "push_to_hub", "remove_norms", "set_knee", "unpatch_model",
 ]  # fmt: skip
 
 

@@ -21,7 +21,6 @@ from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
 from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory, unmark
 from hf_qknorm.model.install import install, own_layers, uninstall
-from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
@@ -87,7 +86,6 @@ def patch_model(
             set_config(owner, config)
         use_derived_classes(model)
         install(model, family, scheme)
-        record_powers(model)
         plan_norms(model)
         model.qk_norm_base_backend = base_backend
         if backend is not None:
@@ -198,7 +196,7 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
     patched.__class__ = derived_config(config.model_type)
     for name in ("model_type", "auto_map"):  # a loaded config holds the type and code of the unpatched model
         vars(patched).pop(name, None)
-    patched.qk_norm = patched.qk_norm_base = patched.qk_norm_blend = patched.qk_norm_powers = None
+    patched.qk_norm = patched.qk_norm_base = None
     patched.attn_logit_softcapping = getattr(config, "attn_logit_softcapping", None)
     patched.set_scheme(scheme)
     patched.architectures = derived_architectures(patched)
@@ -271,8 +269,6 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
     pretrained = bool(model.name_or_path and norms)
     if pretrained:
         note += "; its gains are fresh"
-        if scheme.knee:
-            note += f", and its knee of {scheme.knee:g} assumes inputs of mean square 1 at each norm"
         note += ": it predicts worse than before. calibrate(model, texts) restores it"
     level = logging.WARNING if pretrained else logging.INFO
     text = "patched %d attention layers (%s), %s, attention by %s%s"

@@ -15,19 +15,14 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.ops.norms import NORMS, SHARPNESSES
+from hf_qknorm.ops.norms import NORMS
 
 GAINS: Final = ("shared", "per_head", "scalar", "none")
 
 # Gains with one entry per channel: a bias needs one of them.
 CHANNEL_GAINS: Final = ("shared", "per_head")
 
-# The fields of version 0.1.0, which the config.json of every checkpoint holds. An older checkpoint may lack a later
-# field, whose default changes nothing.
-STORED: Final = ("q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_norm", "eps")
-
-# Fields of version 0.2 that are gone, with the values that changed nothing.
-REMOVED: Final = {"temperature": None, "sinks": None, "length_scale": None, "width": "head"}
+BEFORE: Final = ("knee", "sharpness", "temperature", "sinks", "length_scale", "width")  # fields of versions before 1.0
 
 
 @dataclass(frozen=True)
@@ -44,13 +39,6 @@ class Scheme:
     `softcap` c > 0 replaces each logit by c·tanh(logit/c), before mask and softmax; None means no cap.
     `pre_norm=False` removes the norm before attention.
     `eps` is added to the mean square, inside the root.
-    `knee` > 0 adds `knee` times the mean square of the norm's inputs in calibration text (for "layer" of x − mean x,
-    for "lp" the mean |x|ᵖ). Shorter vectors then keep their length, up to a constant, and longer ones are bounded.
-    Without calibration this mean is 1.
-    `sharpness` s, 1, 2, 4 or 8, is how exactly vectors below the knee keep their length: with it the root holds
-    (εˢ + (mean x²)ˢ)^(1/s), ε = `eps` + `knee`·mean, in place of ε + mean x². 1 is RMSNorm's own form. Without a knee
-    it changes nothing.
-
     Raises ValueError, naming the field, for a value or combination that is not possible.
 
     >>> scheme = qk.Scheme(q="rms", k="rms", softcap=50)
@@ -70,8 +58,6 @@ class Scheme:
     softcap: float | None = None
     pre_norm: bool = True
     eps: float = 1e-6
-    knee: float = 0.0
-    sharpness: int = 1
 
     def __post_init__(self) -> None:
         named, ordered = (*NORMS, "auto"), tuple(name for name, kind in NORMS.items() if kind.any_order)
@@ -85,10 +71,7 @@ class Scheme:
             value = getattr(self, name)
             self._require(name, value is None or (_is_finite(value) and value > 0), "a finite number > 0, or None")
         self._require("eps", _is_finite(self.eps) and self.eps > 0, "a finite number > 0")
-        self._require("knee", _is_finite(self.knee) and self.knee >= 0, "a finite number ≥ 0")
-        sharpness = self.sharpness in SHARPNESSES and isinstance(self.sharpness, int) and self.sharpness is not True
-        self._require("sharpness", sharpness, f"one of {', '.join(map(str, SHARPNESSES))}")
-        for name in ("p", "scale", "softcap", "eps", "knee"):  # 50 and 50.0 are the same scheme, in JSON too
+        for name in ("p", "scale", "softcap", "eps"):  # 50 and 50.0 are the same scheme, in JSON too
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
         expected = f"p = 2, or {_listed(ordered)} among q, k and v: no other norm has an order"
@@ -97,16 +80,10 @@ class Scheme:
         self._require("bias", not self.bias or (bool(self.norms) and self.gain in CHANNEL_GAINS), expected)
         expected = "True unless q, k and v are all normed: their norms then remove the scale"
         self._require("pre_norm", self.pre_norm or None not in (self.q, self.k, self.v), expected)
-        expected = "0 unless q, k or v is normed and pre_norm is True: a norm with a knee keeps part of the scale"
-        self._require("knee", not self.knee or (bool(self.norms) and self.pre_norm), expected)
 
     def _require(self, field: str, holds: bool, expected: str) -> None:
         if not holds:
             raise ValueError(f"Scheme({field}={shorten(getattr(self, field))}) is not possible: expected {expected}")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle a scheme, perhaps of an earlier version. Raises ValueError for fields of `REMOVED`."""
-        vars(self).update(_without_removed(state))
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -128,22 +105,20 @@ class Scheme:
         return NORMS[norm].biased and self.gain in CHANNEL_GAINS if self.bias is None else self.bias
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready data: the fields of version 0.1, and later fields that differ from their defaults."""
-        default = vars(Scheme())
-        return {name: value for name, value in vars(self).items() if name in STORED or value != default[name]}
+        """Return JSON-ready data."""
+        return {**vars(self)}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Scheme:
-        """Return the scheme that `to_dict` wrote, of this or an earlier version.
+        """Return the scheme that `to_dict` wrote.
 
-        Raises ValueError for unknown keys, which could change the result, and for fields of `REMOVED` that did.
+        Raises ValueError for unknown keys, which could change the result.
         """
         if not isinstance(data, Mapping):
             raise ValueError(
                 f"a scheme is a preset's name or a mapping of its fields, got {type(data).__name__}: {shorten(data)}. "
                 f"Presets: {', '.join(SCHEMES)}"
             )
-        data = _without_removed(data)
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := [key for key in data if key not in known]:
             raise ValueError(
@@ -154,9 +129,10 @@ class Scheme:
 
     @classmethod
     def stored(cls, data: Any) -> Scheme:
-        """Return the scheme in a checkpoint's config.json, which has every field of `STORED` and perhaps later ones.
+        """Return the scheme in a checkpoint's config.json, which has every field.
 
-        Raises ValueError for a preset's name and for a missing field, whose default could change the result.
+        Raises ValueError for a preset's name, for the fields of versions before 1.0, and for a missing field, whose
+        default could change the result.
         """
         if isinstance(data, str):
             known = f", for {data!r} {SCHEMES[data].to_dict()}" if data in SCHEMES else ""
@@ -164,10 +140,14 @@ class Scheme:
                 f'config.json: "qk_norm" is {shorten(data)}, expected a scheme\'s fields{known}: a preset may change '
                 "between versions"
             )
-        scheme = cls.from_dict(data)
-        if missing := [name for name in STORED if name not in data]:
+        if isinstance(data, Mapping) and (old := [name for name in BEFORE if name in data]):
             raise ValueError(
-                f'config.json: "qk_norm" has no {", ".join(map(repr, missing))}, expected all of {", ".join(STORED)}. '
+                f'config.json: "qk_norm" has {old[0]!r}: it was written by a version before 1.0: convert it again'
+            )
+        scheme = cls.from_dict(data)
+        if missing := [field.name for field in dataclasses.fields(cls) if field.name not in data]:
+            raise ValueError(
+                f'config.json: "qk_norm" has no {", ".join(map(repr, missing))}, expected every field. '
                 "Restore the config.json that was saved with the weights"
             )
         return scheme
@@ -198,20 +178,8 @@ def field_values() -> dict[str, str]:
     norm, switch, number = " | ".join((*NORMS, "auto")), "true | false", "a number > 0"
     return {
         **{"q": norm, "k": norm, "v": norm, "gain": " | ".join(GAINS), "bias": switch, "p": "a number ≥ 1"},
-        **{"scale": number, "softcap": number, "eps": number, "knee": "a number ≥ 0"},
-        **{"sharpness": " | ".join(map(str, SHARPNESSES)), "pre_norm": switch},
+        **{"scale": number, "softcap": number, "eps": number, "pre_norm": switch},
     }
-
-
-def _without_removed(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a scheme's fields without the ones in `REMOVED`. Raises ValueError for one that changed attention."""
-    for name, neutral in REMOVED.items():
-        if (value := data.get(name, neutral)) != neutral:
-            raise ValueError(
-                f"scheme field {name!r} ({shorten(value)}) was removed in hf_qknorm 0.3: leave it out of a new scheme. "
-                "A checkpoint that was made with it computes something else without it, and needs hf_qknorm 0.2"
-            )
-    return {name: value for name, value in data.items() if name not in REMOVED}
 
 
 def _is_finite(value: object) -> bool:

@@ -49,7 +49,7 @@ def _arguments(parser: argparse.ArgumentParser) -> Iterator[Any]:
 
 def _choices() -> dict[Any, list[str]]:
     """The values of arguments by the function that parses them; the package, whose import takes seconds, has them."""
-    from hf_qknorm.calibration.calibrate import METHODS
+    from hf_qknorm.calibration.options import METHODS
     from hf_qknorm.scheme import SCHEMES
 
     presets = list(SCHEMES)

@@ -48,7 +48,7 @@ def parse_preset(text: str) -> str:
 
 
 def parse_method(text: str) -> str:
-    from hf_qknorm.calibration.calibrate import check_method
+    from hf_qknorm.calibration.options import check_method
 
     try:
         check_method(text)

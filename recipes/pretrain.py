@@ -1,4 +1,4 @@
-"""Continue pretraining of a converted model: patch, calibrate, blend the scheme in over half of the run, watch logits.
+"""Continue pretraining of a converted model: patch, calibrate, lower the knee over half of the run, watch logits.
 
     python recipes/pretrain.py
     python recipes/pretrain.py --checkpoint gpt2 --text corpus.txt --scheme qk_norm_cap --max_steps 2000
@@ -16,17 +16,15 @@ from dataclasses import dataclass, field
 
 from text_trainer import BaseOptions, add_loss, make_trainer, parse, print_once, results_table, start, train_and_save
 
-from hf_qknorm import BlendSchedule, Scheme, calibrate, patch_model, set_blend
-from hf_qknorm.calibration.calibrate import METHODS
+from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model
 
 
 @dataclass
 class Options(BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
-    method: str = field(default="moments", metadata={"choices": list(METHODS)})
     share: float = field(
-        default=0.5, metadata={"help": "share of the run over which the scheme is blended in; 0: at once"}
+        default=0.5, metadata={"help": "share of the run over which the knee is lowered to 0; 0: it stays"}
     )
 
 
@@ -36,14 +34,11 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     patch_model(model, Scheme.of(options.scheme))
     batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
     print_once(arguments, f"calibrating {options.scheme} on {options.calibration} batches")
-    print_once(arguments, calibrate(model, batches, options.method))
-    callbacks = [BlendSchedule(share=options.share)] if options.share else []
+    print_once(arguments, report := calibrate(model, batches))
+    callbacks = [KneeSchedule(share=options.share)] if options.share and report.knee else []
     trainer = make_trainer(model, text, tokenizer, arguments, options.every, callbacks=callbacks)
     losses: dict[str, float] = {}
     add_loss(losses, f"{options.scheme}, calibrated", trainer)
-    if options.share:
-        set_blend(model, 0.0)
-        add_loss(losses, "start of the blend: the model as it was", trainer)
     train_and_save(trainer, losses)
     print_once(arguments, results_table(losses, trainer))
     return losses

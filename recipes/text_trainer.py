@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from hf_qknorm import LogitMonitor
-from hf_qknorm.calibration.calibrate import METHODS
+from hf_qknorm.calibration.options import METHODS
 from hf_qknorm.demo.training import byte_tokenizer, small_llama, train
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 

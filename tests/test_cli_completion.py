@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from hf_qknorm import cli
-from hf_qknorm.calibration.calibrate import METHODS
+from hf_qknorm.calibration.options import METHODS
 from hf_qknorm.commands import COMMANDS
 from hf_qknorm.scheme import SCHEMES
 

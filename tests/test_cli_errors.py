@@ -104,10 +104,9 @@ ERRORS = [
         for option, value in CALIBRATING.items()
     ),
     (
-        ["convert", "MODEL", "out", "--scheme", '{"q": "rms", "knee": 4}'],
-        "its input for a text: pass",
+        ["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"],
+        "knee=4.0: expected 0 unless q, k or v is normed",
     ),
-    (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"], "Scheme(knee=4"),
     (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--max-memory", "1KB"], "is less than the"),
     (["convert", "MODEL", "out", "--calibrate", "FILE"], "gives 0 tokens to predict, expected at least 16"),
     (

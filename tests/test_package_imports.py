@@ -44,8 +44,8 @@ def test_names_that_load_when_first_used_are_the_modules_own(tmp_path):
     for module, name in names:
         assert getattr(hf_qknorm, name) is getattr(import_module(f"hf_qknorm.{module}"), name)
     listed = "import hf_qknorm\nprint(set(hf_qknorm.__all__) <= set(dir(hf_qknorm)))\n"
-    starred = "from hf_qknorm import *\nprint(QKClip.__module__, set_blend.__module__)\n"
-    assert child(listed + starred, home=tmp_path) == "True\nhf_qknorm.training.clip hf_qknorm.training.blend\n"
+    starred = "from hf_qknorm import *\nprint(QKClip.__module__, set_knee.__module__)\n"
+    assert child(listed + starred, home=tmp_path) == "True\nhf_qknorm.training.clip hf_qknorm.model.knees\n"
 
 
 def test_public_names_resolve_and_pickle_by_reference():

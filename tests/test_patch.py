@@ -55,7 +55,7 @@ def test_names_of_the_new_parameters_keep_them_from_weight_decay(model_type, sch
     patch_model(model, scheme)
     added = set(model.state_dict()) - before
     assert bool(added) == bool(scheme.norms)
-    assert all(name.endswith(("_norm.weight", "_norm.bias")) for name in added)
+    assert all(name.endswith(("_norm.weight", "_norm.bias", "_norm.knee")) for name in added)
     trainer = Trainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to=[]))
     decayed = trainer.get_decay_parameter_names(model)
     assert not added & set(decayed)
@@ -106,13 +106,6 @@ def test_fresh_gains_on_a_trained_model_are_logged_as_a_warning(caplog, tmp_path
     assert "its gains are fresh" in normed.message
     assert "calibrate(model, texts)" in normed.message
     assert capped.levelname == "INFO"
-
-
-def test_an_uncalibrated_knee_is_logged_as_a_warning(caplog, tmp_path):
-    sharp_model("llama").save_pretrained(tmp_path)
-    patch_model(AutoModelForCausalLM.from_pretrained(tmp_path), Scheme(q="rms", knee=4.0))
-    assert "its knee of 4 assumes inputs of mean square 1 at each norm" in caplog.text
-    assert "calibrate(model, texts)" in caplog.text
 
 
 @pytest.mark.parametrize("preset", ["qk_norm", "qkv_norm", "henry"])

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_qknorm import SCHEMES, Scheme
-from hf_qknorm.ops.norms import NORMS, SHARPNESSES
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, field_values
 
 every_preset = pytest.mark.parametrize("name", SCHEMES)
@@ -68,8 +68,6 @@ def schemes(draw: st.DrawFn) -> Scheme:
         softcap=draw(st.none() | positive),
         pre_norm=pre_norm,
         eps=draw(positive),
-        knee=draw(st.just(0) | positive) if normed and pre_norm else 0,
-        sharpness=draw(st.sampled_from(SHARPNESSES)),
     )
 
 
@@ -82,23 +80,12 @@ def test_every_scheme_survives_json(scheme: Scheme) -> None:
 
 
 @every_preset
-def test_a_scheme_without_a_knee_is_written_as_version_0_1_0_did(name: str) -> None:
+def test_every_field_is_written(name: str) -> None:
     scheme = SCHEMES[name]
     written = scheme.to_dict()
     assert list(written) == ["q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_norm", "eps"]
     assert written == {field: getattr(scheme, field) for field in written}
     assert Scheme.stored(written) == scheme
-    assert Scheme.stored(written).knee == 0
-
-
-def test_a_sharpness_is_written_and_an_old_checkpoint_has_1() -> None:
-    scheme = Scheme(q="rms", k="rms", knee=3, sharpness=8)
-    written = scheme.to_dict()
-    assert written["sharpness"] == 8
-    assert Scheme.stored(written) == scheme
-    assert str(scheme) == "q=rms, k=rms, knee=3.0, sharpness=8"
-    del written["sharpness"]
-    assert Scheme.stored(written) == dataclasses.replace(scheme, sharpness=1)
 
 
 NUMBER = "a finite number > 0, or None"
@@ -121,12 +108,6 @@ REFUSED = [
     ({"pre_norm": 0}, "pre_norm=0", "True or False"),
     ({"pre_norm": False}, "pre_norm=False", "q, k and v are all normed"),
     ({"q": "rms", "k": "rms", "pre_norm": False}, "pre_norm=False", "q, k and v are all normed"),
-    *(({"q": "rms", "knee": x}, f"knee={x!r}", "a finite number ≥ 0") for x in (-1, math.nan, math.inf, True, None)),
-    *(({"q": "rms", "knee": x}, f"knee={x!r}", "a finite number ≥ 0") for x in ("auto", [4.0])),
-    *(({"sharpness": x}, f"sharpness={x!r}", "one of 1, 2, 4, 8") for x in (0, 3, 16, 2.5, 4.0, True, None, [8], "8")),
-    ({"knee": 4}, "knee=4.0", "0 unless q, k or v is normed"),
-    ({"softcap": 50, "knee": 4}, "knee=4.0", "0 unless q, k or v is normed"),
-    ({"q": "rms", "k": "rms", "v": "rms", "pre_norm": False, "knee": 4}, "knee=4.0", "and pre_norm is True"),
 ]
 
 
@@ -193,7 +174,7 @@ def test_an_unknown_preset_comes_with_a_suggestion_and_the_list(name: str, neare
 def test_the_listed_values_are_possible_and_others_are_not(field):
     listed = field_values()[field]
     normed = dict.fromkeys("qkv", "rms")
-    literal = {"true": True, "false": False, **{str(s): s for s in SHARPNESSES}}
+    literal = {"true": True, "false": False}
     if " number" in listed:
         assert Scheme(**{**normed, "q": "lp", field: 2}) is not None
         assert ("≥ 0" in listed) == is_possible({**normed, field: 0})

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import logging
-import math
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.checks import check_inputs, check_supported, predicts_masked, scheme_of
 from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
-from hf_qknorm.calibration.knees import (
-    EXPORT_KNEE,
-    KNEES,
-    rescaled_copies,
-    restored_attention,
-    search_knee,
-    search_outputs,
-    sharpen,
-)
-from hf_qknorm.export.targets import find_target
-from hf_qknorm.export.transforms import own_eps
-from hf_qknorm.files.formatting import shorten
+from hf_qknorm.calibration.knees import KNEES, restored_attention, search_knee, search_outputs
+from hf_qknorm.calibration.options import Knee, exported_eps, resolve_method, resolve_sharpness
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.measure.distributed import (
     Batches,
@@ -43,24 +31,21 @@ from hf_qknorm.measure.predictions import (
 )
 from hf_qknorm.measure.regroup import divided, token_count
 from hf_qknorm.measure.text import batches_for, check_batches, context_length, longest_sequence
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.in_memory import mark_in_memory
-from hf_qknorm.model.knees import apply_knee
+from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import set_record
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.reports.report import Calibration
-from hf_qknorm.scheme import Scheme
 
 logger = logging.getLogger(__name__)
 
-METHODS = ("ones", "moments")
 MAX_TOKENS = 262_144
 FOLD_BATCHES = 16  # enough for the mean σ that folded projections are scaled to
 LEAST_JUDGED = 2048  # tokens; with 512, knees were found that cost more than the limit on other text
 HELD_OUT = 4, 64, LEAST_JUDGED  # the fewest and most sequences, and fewest tokens, that judge gains and knee
-
-Knee = float | Literal["auto"]
 
 
 def calibrate(
@@ -75,6 +60,7 @@ def calibrate(
     batch_size: int = 8,
     length: int | None = None,
     exportable: bool = False,
+    sharpness: float | None = None,
 ) -> Calibration:
     """Set the knee, gains and biases of a patched model from `data`, in place, and report the effect.
 
@@ -91,26 +77,29 @@ def calibrate(
 
     `knee` is a number, as an export needs (0 for plain norms), or "auto". The search finds the least of `KNEES` in
     `calibration.knees` that costs at most `max_loss_increase` nats per token (by default 0.005) on an eighth of the
-    sequences, which the fit leaves out. It sets the next one that is at least 1.5 times as large, as a margin for text
-    of other kinds. Of a short text up to half judges, for 2,048 tokens; a warning says if there are fewer. The cost is
-    the rise in loss, or the KL from the unpatched model if that is larger. A model that predicts no tokens is judged by
-    the relative error of its last hidden states, of at most 0.05 (`output_error` in the report). The search sets a
-    sharpness of 8 where the scheme's is 1, RMSNorm's form, whose knee costs more at any bound. None means "auto" if no
-    method is given and the scheme has gains, keeps the norm in front of attention, and has no knee; otherwise the
-    scheme's knee. "auto" takes about two forward passes over a long text.
+    sequences, which the fit leaves out. It sets the next larger one, as a margin for text of other kinds. Of a short
+    text up to half judges, for 2,048 tokens; a warning says if there are fewer. The cost is the rise in loss, or the KL
+    from the unpatched model if that is larger. A model that predicts no tokens is judged by
+    the relative error of its last hidden states, of at most 0.05 (`output_error` in the report). None means "auto" if
+    no method is given and the scheme has gains and keeps the norm in front of attention; otherwise 0. "auto" takes
+    about two forward passes over a long text.
+
+    `sharpness`, a number ≥ 1, is how exactly vectors below the knee keep their length. None means 8 in a search, and 1,
+    RMSNorm's form, for a fixed knee: it can be exported, and costs more at any bound.
 
     With `exportable` the knee is fixed, by default at 16, and each ε is the nearest one that is the model's own eps
-    times a power of 4: `export_native` then only changes exponents, and a Qwen3 computes the same bits in float32.
+    times a power of 4: `export_native` then only changes exponents, and a Qwen3 computes the same bits in float32. The
+    model's own eps becomes the scheme's, and the gains carry the length, so that the knee can't move afterwards.
 
-    A PEFT model is calibrated with its adapters in place, and the copies of the norms that they train are set. Other
-    copies take the knee, with gains rescaled as by `set_knee`. With DistributedDataParallel, FSDP2 and tensor
+    A PEFT model is calibrated with its adapters in place, and the copies of the norms that the active one trains are
+    set. With DistributedDataParallel, FSDP2 and tensor
     parallelism every rank makes the call, with its share of the batches or with the same data; the ranks divide the
     pass and end with the same gains. A model on one process is calibrated by that process alone. After an exception
     the norms are as before. `save_pretrained` writes the report beside the weights, from then on, and marks it as stale
     once the weights have changed.
 
     Raises ValueError for data with fewer than 16 tokens to predict, or without the labels of masked tokens; a model
-    that is not patched, is in a blend, or is sharded by DeepSpeed; a method or knee that is not possible; a loss that
+    that is not patched, or is sharded by DeepSpeed; a method or knee that is not possible; a loss that
     rises by more than `max_loss_increase`; a limit on the loss without a language-modelling head; folded norms
     (`pre_norm=False`) that a checkpoint did not keep; offloaded gains; biases behind folded norms in projections that
     are sharded or under adapters; and with `exportable` a model that no native one equals. Raises FileNotFoundError for
@@ -118,22 +107,25 @@ def calibrate(
 
     >>> model = qk.patch_model(model, "qk_norm")
     >>> report = qk.calibrate(model, texts)
-    >>> report.method, report.scheme.knee == model.config.scheme.knee
+    >>> report.method, report.knee > 0
     ('moments', True)
     >>> report.loss - report.base_loss < 0.1  # nats
     True
     """
     ranks, bare = ranks_of(model), unwrap(model)
     method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase, exportable)
-    align_to = exported_eps(bare.config, knee) if exportable else None
+    sharpness = resolve_sharpness(sharpness, knee, exportable)
+    own = exported_eps(bare.config) if exportable else None
     check_supported(bare, max_loss_increase)
     cut: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
     batches = batches_for(bare, data, tokenizer, labels=predicts_masked(bare), **cut)
     sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
     cap = bare.config.attn_logit_softcapping or CAP
-    with restored_attention(bare, only_on_error=True), rescaled_copies(bare):
-        chosen: dict[str, Any] = {"method": method, "knee": knee, "limit": max_loss_increase, "align_to": align_to}
-        fresh, tried = _set_norms(bare, sample, ranks, **chosen)
+    with restored_attention(bare, only_on_error=True):
+        if own is not None:
+            _set_eps(bare, own)
+        chosen: dict[str, Any] = {"method": method, "knee": knee, "limit": max_loss_increase}
+        fresh, tried = _set_norms(bare, sample, ranks, **chosen, exportable=exportable, sharpness=sharpness)
         compared = evaluate(bare, sample.held_out, cap, ranks)
         before, after = compared.base, compared.own
         _check_rise(before, after, max_loss_increase)
@@ -160,6 +152,8 @@ def calibrate(
         length=longest_sequence(sample.whole) or None,
         context=context_length(bare.config),
         output_error=error,
+        knee=float(knee) if exportable else min(knee_of(bare), NO_NORM),
+        sharpness=sharpness_of(bare),
     )
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())
@@ -190,20 +184,21 @@ def _set_norms(
     method: str,
     knee: Knee,
     limit: float | None,
-    align_to: float | None,
+    exportable: bool,
+    sharpness: float,
 ) -> tuple[Prediction | None, dict[float, Prediction]]:
     """Set knee, gains and biases; return the predictions with fresh gains, and those with each knee of a search."""
     whole, fitted, held_out = sample
 
     def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
-        return ClosedFormGains(model, text, expected_powers(model, held_out[:1], ranks), knees, ranks, align_to)
+        expected = {} if sharpness > 1 else expected_powers(model, held_out[:1], ranks)
+        return ClosedFormGains(model, text, expected, knees, ranks, exportable, sharpness)
 
     _reset_norms(model, whole)
     kept: list[ModelOutput] = []  # of the unpatched model
     base, fresh = predictions(model, held_out, kept)
     tried: dict[float, Prediction] = {}
     if isinstance(knee, str):
-        sharpen(model)
         gains = closed_form(fitted, *KNEES)
         if base is None:
             search_outputs(gains, held_out)
@@ -234,53 +229,18 @@ def _check_rise(before: Prediction | None, after: Prediction | None, limit: floa
         )
 
 
-def check_method(method: str | None) -> None:
-    """Raise ValueError for an unknown method, with the way out for the trained gains of earlier versions."""
-    if method not in (None, *METHODS):
-        raise ValueError(
-            f"unknown method {shorten(method)}: expected one of {', '.join(METHODS)}. Leave it out for predictions "
-            "closest to the unpatched model's; for an export give a knee, as knee=16 (--knee 16)"
-        )
-
-
-def resolve_method(
-    scheme: Scheme, method: str | None, knee: Knee | None, max_loss_increase: float | None, exportable: bool = False
-) -> tuple[str, Knee]:
-    """The method and knee of a calibration, with defaults in place of None.
-
-    Raises ValueError for an unknown method, a knee that the scheme can't have, and a limit that is not finite.
-    """
-    check_method(method)
-    if max_loss_increase is not None and not math.isfinite(max_loss_increase):
-        raise ValueError(f"max_loss_increase={max_loss_increase} is no limit: expected a finite number, or None")
-    if isinstance(knee, str) and knee != "auto":
-        raise ValueError(f'knee={shorten(knee)}: expected a number ≥ 0, "auto", or None')
-    if method == "ones" and knee == "auto":
-        raise ValueError('knee="auto" is found with gains by "moments": name another method than "ones", or a number')
-    if exportable:
-        knee = scheme.knee or EXPORT_KNEE if knee is None else knee
-        if isinstance(knee, str) or not knee:
-            raise ValueError(f"knee={knee} is not exportable: expected a number above 0, as knee={EXPORT_KNEE:g}")
-    if knee is None:
-        possible = bool(scheme.norms) and scheme.pre_norm and scheme.gain != "none"
-        knee = "auto" if possible and method is None and not scheme.knee else scheme.knee
-    else:
-        replace(scheme, knee=1.0 if knee == "auto" else knee)  # raises for a scheme that can't have one
-    return method or "moments", knee
-
-
-def exported_eps(config: Any, knee: Knee) -> float:
-    """The eps of a patched model's native counterpart. Raises ValueError if there is none with this knee."""
-    config = copy.copy(config)
-    config.set_scheme(replace(config.scheme, knee=knee))
-    find_target(config)
-    return own_eps(config)
+def _set_eps(model: Any, eps: float) -> None:
+    """Set the scheme's eps in a patched model."""
+    for layer in patched_layers(model).values():
+        layer.scheme = replace(layer.scheme, eps=eps)
+        layer.config.set_scheme(layer.scheme)
+    for norm in named_norms(model).values():
+        norm.eps = eps
 
 
 def _reset_norms(model: Any, batches: Batches) -> None:
     """Reset the norms to plain ones with fresh gains, and folded projections to the σ of the text."""
     reshard(model)
-    apply_knee(model, 0.0)
     for norm in named_norms(model).values():
         norm.reset_parameters()
     if not model.config.scheme.pre_norm and not is_exact(model):

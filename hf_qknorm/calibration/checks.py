@@ -54,8 +54,6 @@ def check_supported(model: Any, limit: float | None) -> None:
     """Raise ValueError for a model that can't be calibrated, or judged by this limit."""
     if model.main_input_name not in INPUTS or model.config.is_encoder_decoder:
         require_causal(model.config)
-    if model.config.qk_norm_blend is not None:
-        raise ValueError("this model is in a blend: calibrate it before the blend, or call set_blend(model, 1) first")
     require_base(model)
     for (layer, name), norm in named_norms(model).items():
         if any(p.is_meta for p in norm.parameters()):

@@ -19,9 +19,9 @@ from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layer
 from hf_qknorm.model.fold import set_spread
 from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.install import as_unpatched
-from hf_qknorm.model.knees import apply_knee, centred_and_size
+from hf_qknorm.model.knees import centred_and_size
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.norms import NORMS, PLAIN, Shape
 
 LOG_STEP = math.log(2) / 2  # between the logarithms of neighbouring points of the grid
 MARGIN = 4.0  # the text's mean |x|ᵖ may differ by this factor from the expected one
@@ -48,23 +48,25 @@ class Mean:
 class NormSums:
     """Sums over tokens of n², n·x, n, x and 1, per head and channel, of a norm's inputs x and outputs n, in fp64.
 
-    n = y·(mean |y|ᵖ + e)^(−1/p)·c with y = x, or x − mean x if centred. e = ε^(p/2) is knee·P plus the scheme's own,
-    where P, the mean of mean |y|ᵖ over the text (`power`), is known only at the end of the text. The sums are
+    n = y·(mean |y|ᵖ + e)^(−1/p)·c with y = x, or x − mean x if centred, and c of the norm's shape. e = ε^(p/2) depends
+    on P, the mean of mean |y|ᵖ over the text (`power`), which is known only at the end of the text. The sums are
     therefore of n·e^(1/p)/c at a geometric grid of e around the `expected` P, and are interpolated in log e, with an
     error of 1e-4 of a gain. The first point of the grid is knee 0, which is exact.
 
-    A sharp norm with a knee needs P alone: nearly all vectors keep their length with the gain of the mean one, and a
-    fit to the long ones would only raise the bound.
+    A sharp norm with a knee needs P alone: nearly all vectors keep their length with a gain of 1, and a fit to the long
+    ones would only raise the bound. For an export (`exportable`) each ε is eps times a power of 4, and gains carry the
+    length.
     """
 
-    def __init__(self, norm: HeadNorm, knees: Sequence[float], expected: float) -> None:
+    def __init__(
+        self, norm: HeadNorm, knees: Sequence[float], expected: float, sharpness: float, exportable: bool
+    ) -> None:
         if not math.isfinite(expected):
             raise ValueError(f"the inputs of a norm have a mean |x|ᵖ of {expected}: are the model's weights finite?")
-        self.norm, self.power = norm, Mean()
-        self.floor = norm.scheme_eps ** (norm.order / 2)
+        self.norm, self.power, self.sharpness, self.exportable = norm, Mean(), sharpness, exportable
+        self.floor = norm.eps ** (norm.order / 2)
         self.grid = torch.tensor([self.floor], dtype=torch.float64)
-        sharp = norm.scheme_sharpness > 1
-        wanted = [knee * max(expected, self.floor) for knee in knees if knee > 0 and not sharp]
+        wanted = [knee * max(expected, self.floor) for knee in knees if knee > 0 and sharpness == 1]
         if wanted:
             first, last = math.log(min(wanted) / MARGIN) - LOG_STEP, math.log(max(wanted) * MARGIN) + 2 * LOG_STEP
             self.grid = torch.cat([self.grid, torch.arange(first, last, LOG_STEP, dtype=torch.float64).exp()])
@@ -86,40 +88,42 @@ class NormSums:
         )
         self.sums = [old + part.cpu().double() for old, part in zip(self.sums, new, strict=True)]
 
-    def align(self, knee: float, eps: float) -> None:
-        """Change P, at most twofold, so that this knee's ε is `eps` times a power of 4, for norms of order 2."""
-        aligned = eps * 4.0 ** round(math.log((self.floor + knee * self.power.value) / eps, 4))
-        while aligned < self.floor:
-            aligned *= 4
-        self.power.total = torch.tensor([(aligned - self.floor) / knee, 1.0], dtype=torch.float64)
+    def shape(self, knee: float) -> Shape:
+        """The norm's shape at this knee. Without one, and for an export, the gains carry the length."""
+        if not knee:
+            return PLAIN
+        shape = self.norm.rounded(knee, self.power.value, self.sharpness)
+        return Shape(2.0 * round(shape.epsilon / 2)) if self.exportable else shape
+
+    def e(self, knee: float) -> float:
+        """ε^(p/2) at this knee."""
+        return float((self.norm.eps * 2.0 ** self.shape(knee).epsilon) ** (self.norm.order / 2))
 
     def covers(self, knee: float) -> bool:
         """Whether the grid reaches the e of this knee on both sides, as interpolation needs."""
-        e = self.floor + knee * self.power.value
-        if knee == 0 or self.norm.scheme_sharpness > 1 or self.power.value == 0:
+        if knee == 0 or self.sharpness > 1 or self.power.value == 0:
             return True
-        return float(self.grid[2]) <= e <= float(self.grid[-2])
+        return float(self.grid[2]) <= self.e(knee) <= float(self.grid[-2])
 
     def at(self, knee: float) -> list[Tensor]:
         """The five sums `[H, D]` at this knee."""
-        e = self.floor + knee * self.power.value
+        e = self.e(knee)
         weights = _cubic_weights(self.grid[1:], e) if knee else torch.ones(1, dtype=torch.float64)
         points = slice(1, None) if knee else slice(0, 1)
         nn, nx, n = (torch.einsum("j,jhd->hd", weights, x[points]) for x in self.sums[:3])
-        p, width = self.norm.order, self.sums[3].shape[-1]
-        factor = e ** (-1 / p) * (width ** (-1 / p) if NORMS[self.norm.norm].summed else 1.0)
+        factor = e ** (-1 / self.norm.order) * self.norm.length(self.shape(knee))
         return [nn * factor**2, nx * factor, n * factor, *self.sums[3:]]
 
     def solve(self, knee: float, shape: Sequence[int], bias: bool, ranks: Ranks) -> tuple[Tensor, Tensor]:
         """The gain and bias of x ≈ gain·n + bias, for a gain of shape `[H, D]`, `[D]` or `[1]`; see the class."""
-        sharp = knee > 0 and self.norm.scheme_sharpness > 1
+        sharp = knee > 0 and self.sharpness > 1
         sums = self.at(0.0 if sharp else knee)
         if len(shape) == 1:
             axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
             sums = [ranks.sum_over_heads(x.sum(axes, keepdim=True)) for x in sums]
         nn, nx, n, x, count = sums
         if sharp:
-            gain = torch.full_like(x, self.norm.keeping_gain(knee, self.power.value))
+            gain = torch.ones_like(x)
             centred = bias and NORMS[self.norm.norm].centred
             offset = (x / count).mean(-1, keepdim=True).expand_as(x) if centred else torch.zeros_like(x)
             return gain.reshape(*shape), offset.reshape(*shape)
@@ -135,7 +139,7 @@ class ClosedFormGains:
 
     The text takes one pass through the unpatched model. Ranks with different data divide its `batches`. `expected` are
     the `expected_powers` of a sample. Where the text's are more than four times larger or smaller, there is a second
-    pass. With `align_to` each ε of the one knee is a power of 4 times that.
+    pass. `exportable` is for norms of order 2 and a sharpness of 1.
     """
 
     def __init__(
@@ -145,27 +149,35 @@ class ClosedFormGains:
         expected: Mapping[NormKey, float],
         knees: Sequence[float],
         ranks: Ranks = ONE_PROCESS,
-        align_to: float | None = None,
+        exportable: bool = False,
+        sharpness: float = 1.0,
     ) -> None:
-        self.model, self.ranks, self.powers = model, ranks, expected
+        self.model, self.ranks = model, ranks
+        norms = named_norms(model)
+        self.powers = dict(expected) or dict.fromkeys(norms, 0.0)
         for _ in range(2):
-            self.sums = {key: NormSums(norm, knees, self.powers[key]) for key, norm in named_norms(model).items()}
+            self.sums = {
+                key: NormSums(norm, knees, self.powers[key], sharpness, exportable) for key, norm in norms.items()
+            }
             with observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
                 for batch, counts in progress_bar(ranks.own_batches(batches), desc="moments", unit="batch"):
                     run(batch, counts)
             for found in self.sums.values():
                 found.power.total = ranks.sum_over_data(ranks.sum_over_heads(found.power.total))
                 found.sums = [ranks.sum_over_data(x) for x in found.sums]
-                if align_to is not None:
-                    found.align(knees[0], align_to)
             self.powers = {key: found.power.value for key, found in self.sums.items()}
             if all(found.covers(knee) for found in self.sums.values() for knee in knees):
                 break
 
     def apply(self, knee: float, *, gains: bool = True) -> None:
-        """Set this knee, and the gains and biases that fit it; with `gains=False` the knee alone."""
+        """Set this knee, and the gains and biases that fit it; with `gains=False` the knee alone.
+
+        Raises ValueError, before anything changes, for a mean that is not finite.
+        """
+        shapes = [(found.norm, found.shape(knee)) for found in self.sums.values()]
         reshard(self.model)
-        apply_knee(self.model, knee, self.powers)
+        for norm, shape in shapes:
+            norm.set_shape(shape)
         for name, layer in patched_layers(self.model).items() if gains else ():
             self._set_gains(name, layer, knee)
 
@@ -191,12 +203,8 @@ class ClosedFormGains:
 
 
 def expected_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
-    """The mean |x|ᵖ of the inputs of each norm, by the unpatched model; zeros for sharp norms, which need none."""
-    norms = named_norms(model)
-    zeros = dict.fromkeys(norms, 0.0)
-    if all(norm.scheme_sharpness > 1 for norm in norms.values()):
-        return zeros
-    return ClosedFormGains(model, batches, zeros, (), ranks).powers
+    """The mean |x|ᵖ of the inputs of each norm, by the unpatched model. Sharp norms need none."""
+    return ClosedFormGains(model, batches, {}, (), ranks).powers
 
 
 def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:

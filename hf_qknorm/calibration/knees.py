@@ -13,23 +13,20 @@ from typing import Any, Final
 import torch
 from transformers.utils import ModelOutput
 
-from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms
+from hf_qknorm.calibration.gains import ClosedFormGains
 from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.predictions import output_error, predictions
-from hf_qknorm.model.attention import evaluating, every_norm
+from hf_qknorm.model.attention import evaluating, every_norm, patched_layers
 from hf_qknorm.model.fsdp import reshard
-from hf_qknorm.model.knees import apply_knee, gain_factors, scale_gain
-from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.reports.records import Prediction
 
 logger = logging.getLogger(__name__)
 
-KNEES: Final = (0.0, 0.5, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
+KNEES: Final = (0.0, *(2.0 ** (i / 2) for i in range(-2, 11)))  # 0.5 to 32: a norm's shape holds powers of √2 exactly
 SHARPNESS: Final = 8  # of the norms that a search sets
 LIMIT: Final = 0.005  # nats per token that a conversion may cost by default
 OUTPUT_LIMIT: Final = 0.05  # of the relative error of hidden states; vectors with it have a cosine above 0.998
 EXPORT_KNEE: Final = 16.0  # of norms in RMSNorm's own form
-MARGIN: Final = 1.5  # on the knee: text of another kind has longer vectors
 
 
 def cost(base: Prediction, patched: Prediction) -> float:
@@ -41,8 +38,11 @@ def cost(base: Prediction, patched: Prediction) -> float:
 
 
 def with_margin(knee: float, knees: Sequence[float] = KNEES) -> float:
-    """The smallest of these knees, in ascending order, that is at least `MARGIN` times `knee`; or the largest."""
-    return next((one for one in knees if one >= MARGIN * knee), knees[-1])
+    """The next larger of these knees, in ascending order, or the largest: text of another kind has longer vectors.
+
+    Without a knee there is nothing to add to.
+    """
+    return next((one for one in knees if one > knee), knees[-1]) if knee else knee
 
 
 def search_knee(
@@ -71,19 +71,20 @@ def search_knee(
         least, seen = cost_at(largest), tried[largest]
         if not math.isfinite(least):
             raise ValueError(
-                f"the loss with a knee of {largest:g} is {seen.loss:g} (unpatched {base.loss:g}), expected finite "
+                f"the loss with a knee of {largest:.3g} is {seen.loss:g} (unpatched {base.loss:g}), expected finite "
                 "numbers: check the model's weights and dtype"
             )
         if max_cost is not None:
             raise ValueError(
-                f"the knee {largest:g} costs {least:.4f} nats (loss {seen.loss:.4f} over {base.loss:.4f}, KL "
+                f"the knee {largest:.3g} costs {least:.4f} nats (loss {seen.loss:.4f} over {base.loss:.4f}, KL "
                 f"{seen.kl:.4f}), more than max_loss_increase={max_cost:g}. A higher or no cap costs less, as does a "
                 "norm on queries alone (q_norm); or raise max_loss_increase"
             )
         place = _place_of(least + limit, cost_at)
         logger.warning(
-            "no knee costs less than %.4f nats: %g costs %.4f (loss %.4f over %.4f). Another part of the scheme costs "
-            "that much, such as its cap: a higher one or none costs less. The knee is set to %g, which adds little",
+            "no knee costs less than %.4f nats: %.3g costs %.4f (loss %.4f over %.4f). Another part of the scheme "
+            "costs that much, such as its cap: a higher one or none costs less. The knee is set to %.3g, which adds "
+            "little",
             limit, largest, least, seen.loss, base.loss, with_margin(KNEES[place]),
         )  # fmt: skip
     chosen = with_margin(KNEES[place])
@@ -107,7 +108,7 @@ def search_outputs(gains: ClosedFormGains, held_out: Batches) -> None:
     place = _place_of(OUTPUT_LIMIT, error_at)
     if place == len(KNEES):
         raise ValueError(
-            f"the knee {KNEES[-1]:g} changes the last hidden states by {error_at(KNEES[-1]):.1%}, more than "
+            f"the knee {KNEES[-1]:.3g} changes the last hidden states by {error_at(KNEES[-1]):.1%}, more than "
             f"{OUTPUT_LIMIT:.0%}: another part of the scheme, such as its cap, does that. A higher or no cap changes "
             "less; or give a knee"
         )
@@ -129,8 +130,7 @@ def tried_knees(
     `predictions`. The model is left as it was. Raises ValueError for one without a language-modelling head.
     """
     with restored_attention(model):
-        sharpen(model)
-        gains = ClosedFormGains(model, fitted, expected_powers(model, held_out), knees)
+        gains = ClosedFormGains(model, fitted, {}, knees, sharpness=SHARPNESS)
 
         def tried(knee: float) -> Prediction:
             gains.apply(knee)
@@ -142,31 +142,6 @@ def tried_knees(
         yield tried
 
 
-def sharpen(model: Any) -> None:
-    """Reset a patched model's norms to plain ones; with a knee their sharpness is the scheme's own, or `SHARPNESS`."""
-    own = model.config.scheme.sharpness
-    apply_knee(model, 0.0, sharpness=SHARPNESS if own == 1 else own)
-
-
-@contextmanager
-def rescaled_copies(model: Any) -> Iterator[None]:
-    """Rescale the gains of PEFT's inactive copies of the norms when a calibration has set another knee."""
-    active = {*named_norms(model).values()}
-    before = {
-        norm: (float(norm.eps), norm.sharpness, norm.mean_power() if norm.knee else 1.0) for norm in every_norm(model)
-    }
-
-    def factor(norm: HeadNorm) -> float:
-        eps, sharpness, power = before[norm]
-        power = norm.mean_power() if norm.knee else power
-        return norm.divisor(power, float(norm.eps), norm.sharpness) / norm.divisor(power, eps, sharpness)
-
-    yield
-    for norm, scale in gain_factors(model, factor) if len(before) > len(active) else ():
-        if norm not in active:
-            scale_gain(norm, scale)
-
-
 @contextmanager
 def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
     """Restore a patched model's norms on exit, or with `only_on_error` after an exception only.
@@ -174,10 +149,9 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
     The model is in eval mode for the duration.
     """
     reshard(model)
-    scheme, norms = model.config.scheme, every_norm(model)
-    powers = [(norm, norm.mean_power() if norm.knee else 1.0) for norm in norms]
-    values = [(p, p.detach().clone()) for norm in norms for p in norm.parameters()]
-    rests = [(norm, norm._buffers.get("rest")) for norm in norms]  # of gains in 16 bits, see `set_knee`
+    schemes = {name: layer.scheme for name, layer in patched_layers(model).items()}
+    eps = [(norm, norm.eps) for norm in every_norm(model)]
+    values = [(p, p.detach().clone()) for norm in every_norm(model) for p in (*norm.parameters(), norm.knee)]
     restore = True
     with evaluating(model):
         try:
@@ -186,13 +160,11 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
         finally:
             if restore:
                 reshard(model)
-                for norm, power in powers:
-                    norm.set_knee(scheme.knee, power)
-                apply_knee(model, scheme.knee, sharpness=scheme.sharpness)
+                for name, layer in patched_layers(model).items():
+                    layer.scheme = schemes[name]
+                    layer.config.set_scheme(schemes[name])
+                for norm, before in eps:
+                    norm.eps = before
                 with torch.no_grad():
                     for parameter, value in values:
                         parameter.copy_(value)
-                for norm, rest in rests:
-                    norm._buffers.pop("rest", None)
-                    if rest is not None:
-                        norm.register_buffer("rest", rest, persistent=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import re
@@ -13,13 +12,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from torch import Tensor
 from transformers.modeling_utils import load_state_dict
 
-from hf_qknorm.checkpoint.complete import NORM, check_complete, match_names
+from hf_qknorm.checkpoint.complete import NORM, check_complete
 from hf_qknorm.checkpoint.config import model_class_of, read_config
 from hf_qknorm.checkpoint.copied_files import WEIGHT_SUFFIXES, copied_files, file_names
 from hf_qknorm.checkpoint.safetensors_files import INDEX_BYTES, Weights
@@ -28,9 +26,7 @@ from hf_qknorm.files.hub_names import hub_token, is_path
 from hf_qknorm.files.names import CONFIG, INDEX, REPORT, SINGLE
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import read_json
-from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.model.load_checks import compare_eps
-from hf_qknorm.model.norms import eps_problem
+from hf_qknorm.model.norms import shape_problem
 
 logger = logging.getLogger(__name__)
 HTTPError: Any = HfHubHTTPError.__bases__[0]  # of the httpx version that the Hub's client uses
@@ -65,11 +61,7 @@ class Source:
         return check_complete(self.model_class, self.config, self.weights.stored, self.weights.folder)
 
     def check_gains(self) -> None:
-        """Raise ValueError, naming file and tensor, for an impossible gain, bias or knee of a head's norm.
-
-        A stored ε must be the one that the config gives: `export_native` takes one or the other.
-        """
-        least = self.config.scheme.eps if hasattr(self.config, "scheme") else torch.finfo(torch.float32).tiny
+        """Raise ValueError, naming file and tensor, for an impossible gain, bias or knee of a head's norm."""
         for name in filter(NORM.search, self.weights.stored):
             values, where = self.weights.read(name), self.folder / self.weights.stored[name].file
             if not values.float().isfinite().all():
@@ -77,21 +69,8 @@ class Source:
                     f"{where}: {name} holds NaN or infinity, expected finite numbers: the training that wrote it "
                     "diverged. Go back to an earlier checkpoint"
                 )
-            if name.endswith(".eps") and (problem := eps_problem(values, least)):
+            if name.endswith(".knee") and (problem := shape_problem(values)):
                 raise ValueError(f"{where}: {name} {problem}")
-        if any(name.endswith(".eps") for name in self.weights.stored):
-            self._compare_eps()
-
-    def _compare_eps(self) -> None:
-        with torch.device("meta"):
-            model: Any = self.model_class(copy.deepcopy(self.config))
-        stored = {key: name for name, key in match_names(model, self.weights.stored)[0].items()}
-        for layer_name, layer in patched_layers(model).items():
-            for norm_name, norm in head_norms(layer).items():
-                name = stored.get(f"{layer_name}.{norm_name}.eps")
-                if name is not None and getattr(layer.config, "qk_norm_powers", None) is not None:
-                    where = self.folder / self.weights.stored[name].file
-                    compare_eps(f"{where}: {name}", self.weights.read(name), norm, self.config)
 
     def stored_name(self, model: Any, name: str) -> str:
         """Return the name in the weights of the patched model's attention layer `name`: the base prefix may differ.

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.calibration.calibrate import MAX_TOKENS, Knee, calibrate, exported_eps
+from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate
 from hf_qknorm.calibration.checks import check_inputs, predicts_masked
+from hf_qknorm.calibration.options import Knee, exported_eps
 from hf_qknorm.checkpoint.config import check_readable
 from hf_qknorm.checkpoint.copied_files import copy_files
 from hf_qknorm.checkpoint.destinations import check_folder, check_new
@@ -142,16 +143,14 @@ def convert_checkpoint(
         check_space(destination, make_plan(source, destination, options).size, str(destination))
         report: Calibration | None = None
         values: dict[str, Tensor] = {}
-        powers: Any = None
         if calibration is not None:
-            report, values, names, powers = _calibrate(source, options, calibration, destination)
+            report, values, names = _calibrate(source, options, calibration, destination)
             options = replace(options, scheme=report.scheme)
         new, tensors = new_tensors(source, options)
         tensors |= {name: replace(new[name], make=value.detach) for name, value in values.items()}
         with new_folder(destination, check) as folder:
             copy_files(source.folder, source.files, folder)
             config = converted_config(source, options.scheme)
-            config.qk_norm_powers = powers
             if options.standalone:
                 set_auto_map(config)
             config.save_pretrained(folder)
@@ -188,7 +187,7 @@ def _open_convertible(src: str | Path, options: Options, allow_pickle: bool) -> 
             sequence_length(source.config, options.length)
             check_scheme(model_type, source.config, options.scheme)
             if options.exportable:
-                exported_eps(converted_config(source, options.scheme), options.scheme.knee)
+                exported_eps(converted_config(source, options.scheme))
         except ValueError as error:
             raise ValueError(f"{source.folder / CONFIG}: {error}") from error
         source.check_complete()
@@ -236,7 +235,7 @@ def _calibrate(
         report = calibrate(model, batches, options.method, **chosen)
         dataset = hub_name(calibration) if isinstance(calibration, str) else None
         report = replace(report, base_model=hub_name(source.name), dataset=dataset)
-        return report, _changed_values(source, options, model), [*own_tensors(model)], model.config.qk_norm_powers
+        return report, _changed_values(source, options, model), [*own_tensors(model)]
 
 
 def _batches(source: Source, options: Options, calibration: Any, max_tokens: int) -> Batches:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
-from hf_qknorm.calibration.calibrate import Knee, resolve_method
+from hf_qknorm.calibration.options import Knee, resolve_method
 from hf_qknorm.checkpoint.complete import check_complete
 from hf_qknorm.checkpoint.memory import parse_size
 from hf_qknorm.checkpoint.safetensors_files import NewTensor, StoredTensor, Weights
@@ -23,6 +23,7 @@ from hf_qknorm.hub.metadata import is_generated_card
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.fold import fold_weight
+from hf_qknorm.ops.norms import PLAIN
 from hf_qknorm.patch import patched_config
 from hf_qknorm.reports.tables import fields_html
 from hf_qknorm.scheme import Scheme
@@ -50,17 +51,11 @@ class Options:
                     raise ValueError(f"{name} is for a calibration, on text: pass calibration= as well")
             if self.exportable:
                 raise ValueError("exportable is for a calibration: pass calibration= (--calibrate TEXT) as well")
-            if self.scheme.knee:
-                raise ValueError(
-                    f"knee={self.scheme.knee:g} sets each norm's ε in proportion to its input for a text: pass "
-                    "calibration= (--calibrate TEXT) as well"
-                )
             return self
         if self.max_memory is not None:
             parse_size(self.max_memory)
         method, knee = resolve_method(self.scheme, self.method, self.knee, self.max_loss_increase, self.exportable)
-        scheme = replace(self.scheme, knee=0.0 if isinstance(knee, str) else knee)
-        return replace(self, scheme=scheme, method=method, knee=knee)
+        return replace(self, method=method, knee=knee)
 
     @property
     def changes_projections(self) -> bool:
@@ -199,9 +194,7 @@ def new_tensors(source: Source, options: Options) -> tuple[dict[str, NewTensor],
                 shape = tuple(parameter.shape)
                 make = partial(torch.full, shape, norm.initial_gain if kind == "weight" else 0.0)
                 new[f"{prefix}.{norm_name}.{kind}"] = NewTensor(file, shape, dtype, make)
-            if norm.knee:
-                make = partial(torch.full, (), norm.scheme_eps)
-                new[f"{prefix}.{norm_name}.eps"] = NewTensor(file, (), torch.float32, make)
+            new[f"{prefix}.{norm_name}.knee"] = NewTensor(file, (3,), dtype, partial(torch.tensor, PLAIN))
         if not scheme.pre_norm:
             for kind in ("weight", "bias"):
                 kept.pop(f"{pre_norm}.{kind}", None)

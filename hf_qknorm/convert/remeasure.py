@@ -25,7 +25,7 @@ from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, layer_reports, loss_of, require_causal
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
-from hf_qknorm.model.knees import set_knee
+from hf_qknorm.model.knees import NO_NORM, knee_of, set_knee, sharpness_of
 from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
 from hf_qknorm.reports.report import MEASURED, Calibration
 from hf_qknorm.training.removal import remove_norms
@@ -77,6 +77,8 @@ def remeasure(
         dataset=hub_name(data) if isinstance(data, str) else None,
         length=text.longest_sequence(batches),
         context=text.context_length(bare.config),
+        knee=min(knee_of(bare), NO_NORM),
+        sharpness=sharpness_of(bare),
     )
     report = ranks.broadcast(report)
     set_record(bare, report.to_dict())

@@ -15,12 +15,12 @@ from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, check_unshared
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers, require_patched
-from hf_qknorm.model.knees import NO_NORM, set_knee
+from hf_qknorm.model.knees import knee_of, set_knee
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.norms import NORMS, Shape
 from hf_qknorm.scheme import Scheme
 
-STORED: Final = ("weight", "bias", "eps")  # of a norm, in the weights
+STORED: Final = ("weight", "bias", "knee")  # of a norm, in the weights
 SIDES: Final = {"q": "q_norm", "k": "k_norm"}
 
 
@@ -48,7 +48,7 @@ class ConstantNorm:
         transposed = x.dim() == 2 and isinstance(part.projection, Conv1D)
         x = x.double().t().clone() if transposed else x.to(torch.float64, copy=True)
         rows = part.outputs(x.device)
-        constant = float(norm.eps) ** -0.5 * (part.width ** (-1 / norm.order) if kind.summed else 1.0) * self.scale
+        constant = norm.epsilon**-0.5 * norm.length() * self.scale
         gain = x.new_full(rows.shape, constant) * (1.0 if norm.weight is None else norm.weight.double().to(x.device))
         y = x[rows]  # [H, D], with the inputs behind
         y = y - y.mean(1, keepdim=True) if kind.centred else y
@@ -62,7 +62,7 @@ class ConstantNorm:
 def constant_norms(model: nn.Module) -> list[ConstantNorm]:
     """The norms of a patched model, each a constant factor that its projection can take.
 
-    Raises ValueError for a model that is not patched or is in a blend, norms that still act, norms of values or of
+    Raises ValueError for a model that is not patched, norms that still act, norms of values or of
     latent attention, a clip in front of the norms, and a bias of a norm whose projection has none.
     """
     layers = require_patched(model)
@@ -70,10 +70,10 @@ def constant_norms(model: nn.Module) -> list[ConstantNorm]:
     found = []
     parts = attention_head_weights(model)
     for name, layer in layers.items():
-        if layer.scheme.knee < NO_NORM:
+        if any(norm.ratio < math.inf for norm in head_norms(layer).values()):
             raise ValueError(
-                f"the norms still act (knee {layer.scheme.knee:g}): train with KneeSchedule(target=math.inf) after "
-                "start_removal, or give remove_norms text, which ends them and measures the cost"
+                f"the norms still act (knee {knee_of(layer):.3g}): train with KneeSchedule(target=math.inf) "
+                "after a calibration, or give remove_norms text, which ends them and measures the cost"
             )
         norms = sides(layer)
         for side, norm in norms.items():
@@ -92,8 +92,6 @@ def check_norms(model: nn.Module) -> None:
     first = next(iter(require_patched(model).values()))
     if first.scheme.v is not None or not first.scheme.norms:
         raise ValueError(f"got the scheme {first.scheme}: expected norms of queries and keys alone")
-    if first.config.qk_norm_blend is not None:
-        raise ValueError("the model is in a blend: end it by set_blend(model, 1)")
     if first.family.latent:
         raise ValueError(
             "a norm of latent attention has no projection of its own to be folded into: keep the norms of this model"
@@ -114,6 +112,12 @@ def sides(layer: QKNormAttention) -> dict[str, HeadNorm]:
 def without_norms(scheme: Scheme) -> Scheme:
     """The rest of a scheme whose norms, and scale with them, are folded into the projections."""
     return Scheme(softcap=scheme.softcap)
+
+
+def all_constant(plan: TensorPlan) -> bool:
+    """Whether a checkpoint has norms, and all of them are opened: constant factors."""
+    knees = [Shape.of(plan.reader(name)()).knee(2.0) for name in plan.planned if name.endswith("_norm.knee")]
+    return bool(knees) and min(knees) == math.inf
 
 
 def fold_constant_norms(plan: TensorPlan, source: Source, *, end: bool = False) -> Any:

@@ -20,7 +20,7 @@ from hf_qknorm.checkpoint.copied_files import copy_files
 from hf_qknorm.checkpoint.destinations import check_folder
 from hf_qknorm.checkpoint.safetensors_files import Tensors
 from hf_qknorm.checkpoint.source import Source, open_source
-from hf_qknorm.export.constant_norms import fold_constant_norms
+from hf_qknorm.export.constant_norms import all_constant, fold_constant_norms
 from hf_qknorm.export.targets import Target, find_target
 from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.families.class_names import PREFIX
@@ -29,7 +29,7 @@ from hf_qknorm.files.names import CARD, CONFIG
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.model.config_checks import config_errors
 from hf_qknorm.model.configs import OWN_SETTINGS, QKNormConfig
-from hf_qknorm.model.knees import NO_NORM
+from hf_qknorm.ops.norms import Shape
 from hf_qknorm.standalone.notice import NOTICES
 
 
@@ -124,24 +124,23 @@ class PlannedExport(NamedTuple):
 def plan_export(source: Source, *, end_norms: bool = False) -> PlannedExport:
     """Plan the export of a patched checkpoint. Raises ValueError, with what would be lost, if there is no target."""
     plan, patched = TensorPlan(source.weights), source.config
-    if patched.scheme.knee >= NO_NORM or (end_norms and patched.scheme.norms):
+    if (end_norms and patched.scheme.norms) or all_constant(plan):
         patched = fold_constant_norms(plan, source, end=end_norms)
     target = find_target(patched)
+    scaled = any(Shape.of(plan.reader(name)()).epsilon for name in plan.planned if name.endswith("_norm.knee"))
     with config_errors(str(source.folder / CONFIG), source.config.model_type, source.config.architectures):
         for transform in target.transforms:
             transform(plan, patched)
         config = _target_config(patched, target)
     if not end_norms:  # else a rounding is in the loss that is measured
         plan.check_halves()
-    return PlannedExport(config, plan.planned, bool(patched.scheme.norms and patched.scheme.knee))
+    return PlannedExport(config, plan.planned, scaled)
 
 
 def check_exportable(folder: Path, config: Any) -> None:
-    """Raise ValueError for a config that is not patched, in a blend, or quantised."""
+    """Raise ValueError for a config that is not patched, or quantised."""
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{folder} is a plain {config.model_type}, not a patched model: there is nothing to export")
-    if config.qk_norm_blend is not None:
-        raise ValueError(f"{folder / CONFIG} was saved during a blend of its scheme: train to the end of the blend")
     if getattr(config, "quantization_config", None) is not None:
         raise ValueError(f"{folder} is quantised: export the checkpoint in full precision, then quantise the result")
 

@@ -38,7 +38,7 @@ def rename_to_phi(plan: TensorPlan, config: Any) -> None:
     for layer in range(config.num_hidden_layers):
         old, new = f"gpt_neox.layers.{layer}.", f"model.layers.{layer}."
         for module, name in IN_LAYER.items():
-            for kind in (*KINDS, "eps"):
+            for kind in (*KINDS, "knee"):
                 plan.rename(f"{old}{module}.{kind}", f"{new}{name}.{kind}")
         qkv, norm = f"{old}attention.query_key_value", f"{old}input_layernorm"
         for index, letter in enumerate("qkv"):

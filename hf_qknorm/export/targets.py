@@ -177,12 +177,6 @@ def _named(target: Target) -> str:
 
 def _lost(target: Target, scheme: Scheme) -> str | None:
     """Return what of a scheme would be lost in a target with the same kinds of norms and cap."""
-    if scheme.knee and scheme.sharpness > 1:
-        return (
-            f"the sharpness of {scheme.sharpness} would be lost: its norms have RMSNorm's own form. Convert with a "
-            "fixed knee (--knee 16), which leaves the sharpness at 1; or take the norms off (hf-qknorm export --texts "
-            "measures the cost), or lower the knee to 0 in training (KneeSchedule)"
-        )
     if scheme.v is not None:
         return "the norm of the values would be lost: convert with a scheme on q and k alone, such as qk_norm"
     if scheme.norms and None in (scheme.q, scheme.k):

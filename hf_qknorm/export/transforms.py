@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from hf_qknorm.export.tensor_plan import TensorPlan
-from hf_qknorm.model.knees import power_of
 from hf_qknorm.ops import norms
 
 KINDS = ("weight", "bias")
@@ -106,15 +105,21 @@ def align_eps(plan: TensorPlan, config: Any) -> None:
     for layer in range(config.num_hidden_layers):
         factors = []
         for letter in "qk":
-            eps = stored_eps(plan, config, layer, letter) if scheme.knee else scheme.eps
-            plan.drop(f"{attention(layer)}{letter}_norm.eps")
+            shape = norm_shape(plan, layer, letter)
+            if shape.epsilon and shape.sharpness > 1:
+                raise ValueError(
+                    f"the sharpness of {shape.sharpness:g} would be lost: its norms have RMSNorm's own form. Convert "
+                    "with a fixed knee (--knee 16), which leaves the sharpness at 1; or take the norms off (hf-qknorm "
+                    "export --texts measures the cost), or lower the knee to 0 in training (KneeSchedule)"
+                )
+            eps = scheme.eps * 2.0**shape.epsilon
             factors.append(factor := (own / eps) ** 0.5)
             reason = (
                 f"the norm's eps={eps:g} is not the model's {own:g}, which its counterpart has in all norms, so that "
                 f"the projection would be scaled by {factor:.4g}"
             )
             hint = f" (a scheme with Scheme(..., eps={own:g}) avoids that)"
-            hint = " (calibrate with exportable=True, --exportable, to avoid that)" if scheme.knee else hint
+            hint = " (calibrate with exportable=True, --exportable, to avoid that)" if shape.epsilon else hint
             for name in (f"{attention(layer)}{letter}_proj.{kind}" for kind in KINDS):
                 if name in plan:
                     plan.scale(name, factor, reason + hint)
@@ -125,27 +130,33 @@ def align_eps(plan: TensorPlan, config: Any) -> None:
                 plan.scale(f"{attention(layer)}{letter}_proj.weight", 1 / share, "")
 
 
-def stored_eps(plan: TensorPlan, config: Any, layer: int, letter: str) -> float:
-    """Return the ε of a norm with a knee, by the config's powers; versions 0.1 and 0.2 have it in the weights."""
-    if config.qk_norm_powers is None:
-        return float(plan.reader(f"{attention(layer)}{letter}_norm.eps")())
-    name = next((name for name in config.qk_norm_powers if str(layer) in name.split(".")), attention(layer))
-    return float(config.scheme.eps + config.scheme.knee * power_of(config, name, f"{letter}_norm"))
-
-
 def share_gains(plan: TensorPlan, config: Any) -> None:
     """Expand the gains of q and k to one entry a channel, and fold every factor of the logits into the queries'."""
     width, scheme = head_dim(config), config.scheme
-    summed = sum(norms.NORMS[norm].summed for norm in (scheme.q, scheme.k) if norm is not None)
-    factor = _scale_factor(config) * width ** (-0.5 * summed)  # a summed norm gives length 1, the others √D
+    kinds = {letter: norms.NORMS[norm] for letter, norm in (("q", scheme.q), ("k", scheme.k)) if norm is not None}
     for layer in range(config.num_hidden_layers):
-        for letter in "qk":
+        factor = _scale_factor(config)
+        for letter, kind in kinds.items():
             name = f"{attention(layer)}{letter}_norm.weight"
             plan.fill_missing(name, f"{attention(layer)}q_proj.weight", (width,), 1.0)
             if plan.planned[name].shape != (width,):
                 plan.change(name, partial(torch.Tensor.expand, size=(width,)), (width,))
-    reason = f"with scale={scheme.scale} and norms {scheme.q}, {scheme.k} the queries' gains would be scaled"
-    _scale(plan, "q_norm", factor, reason)
+            shape = norm_shape(plan, layer, letter)
+            length = shape.length(scheme.eps, 2.0, width if kind.summed else 1)
+            if shape.power:
+                plan.scale(name, length, f"the length that the norm keeps would be multiplied into {name}")
+            else:
+                factor *= length  # of both sides: their product may be a power of two
+            plan.drop(f"{attention(layer)}{letter}_norm.knee")
+        reason = f"with scale={scheme.scale} and norms {scheme.q}, {scheme.k} the queries' gains would be scaled"
+        for name in (f"{attention(layer)}q_norm.{kind}" for kind in KINDS):
+            if name in plan:
+                plan.scale(name, factor, reason)
+
+
+def norm_shape(plan: TensorPlan, layer: int, letter: str) -> norms.Shape:
+    """The shape of the norm of queries or keys ("q", "k") in a layer."""
+    return norms.Shape.of(plan.reader(f"{attention(layer)}{letter}_norm.knee")())
 
 
 def centre_gains(plan: TensorPlan, config: Any) -> None:

@@ -25,8 +25,7 @@ def check_weights(
 ) -> Any:
     """Load weights by transformers' `load`, and refuse a patched checkpoint's for an unpatched model."""
     from hf_qknorm.model.derived import QKNormModel  # here, as the other imports of a model's code
-    from hf_qknorm.model.knee_state_dict import loading
-    from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored, expect_eps, take_eps
+    from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 
     if isinstance(model, QKNormModel):
         return load(model, state_dict, checkpoint_files, *args, **kwargs)
@@ -34,11 +33,9 @@ def check_weights(
         stored = _stored_type(Path(file).with_name("config.json"))
         if _is_derived(stored):
             raise _refusal(str(Path(file).parent), stored, type(model).__name__)
-    expect_eps(model, check_stored(model, state_dict, checkpoint_files))  # the checks from here on are for towers
-    with loading():
-        info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
+    check_stored(model, state_dict, checkpoint_files)  # the checks from here on are for towers
+    info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
     check_shapes(model, info.mismatched_keys)
-    take_eps(model, info.missing_keys)
     check_loaded(model, info.missing_keys, info.unexpected_keys)
     return info, offloaded
 
@@ -56,8 +53,8 @@ def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: A
         if not layer.scheme.changes_nothing and (type(own), own.qk_norm) not in held:
             raise ValueError(
                 f"{name} of this {type(model).__name__} is patched, and the model's config does not hold its scheme "
-                f"({layer.scheme}): a checkpoint would load without it. Call unpatch_model on the part that was patched "
-                "by itself, and patch_model on the whole model (tower=... names a part); or save that part by itself"
+                f"({layer.scheme}): a checkpoint would load without it. Call unpatch_model on the part that was "
+                "patched by itself, and patch_model on the whole model (tower=... names a part); or save that part by itself"
             )
     return save(model, *args, **kwargs)
 

@@ -33,7 +33,6 @@ from hf_qknorm.hub.metadata import (
     predictions_of,
 )
 from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.model.knees import NO_NORM
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.reports.report import MEASURED, Calibration
 from hf_qknorm.reports.tables import mean
@@ -158,10 +157,10 @@ def _context(
     check_optional_repo_id(repo_id, "repo_id")
     scheme, latent = config.scheme, FAMILIES[config.base_model_type].latent
     base_model = report.base_model if base_model is None and report is not None else base_model
-    name = _name(config, base_model, repo_id)
+    current = None if report is None or report.stale else report
+    name = _name(config, base_model, repo_id, current)
     front = card_data(folder / CARD, config, report, name, base_model)
     bases = [front.base_model] if isinstance(front.base_model, str) else front.base_model or []
-    current = None if report is None or report.stale else report
     layers = [] if current is None else sorted(current.layers.items(), key=lambda item: -max(item[1].after.max_logit))
     defaults = type(scheme)()
     set_fields = [f"{key}={value!r}" for key, value in scheme.to_dict().items() if value != getattr(defaults, key)]
@@ -176,14 +175,14 @@ def _context(
         "tokenizer": has_tokenizer(folder),
         "reads_text": reads_text(config),
         "standalone": (folder / CODE_FILE).is_file() and bool(getattr(config, "auto_map", None)),
-        "native": _native(config),
+        "native": _native(config, current),
         "sixteen_bits": str(config.dtype).endswith("16"),
         "scheme": scheme,
         "scheme_fields": Markdown(", ".join(set_fields)),
-        "description": papers.short_description(scheme),
+        "description": papers.short_description(scheme, current),
         "mean_in_knee": Markdown(papers.mean_in_knee(scheme)),
         "divides_by_mean": any(not NORMS[norm].summed for norm in scheme.norms),
-        "changes": [Markdown(sentence) for sentence in papers.change_sentences(scheme, latent)],
+        "changes": [Markdown(sentence) for sentence in papers.change_sentences(scheme, latent, current)],
         "own_cap": config.attn_logit_softcapping if FAMILIES[config.base_model_type].own_cap else None,
         "backends": [Markdown(f"`{name}`") for name in CAP_BACKENDS if not name.startswith("hf_qknorm")],
         "papers": papers.papers_of(scheme, latent),
@@ -206,19 +205,19 @@ def reads_text(config: Any) -> bool:
     return getattr(config.get_text_config(), "vocab_size", None) is not None
 
 
-def _name(config: Any, base_model: str | None, repo_id: str | None) -> str:
+def _name(config: Any, base_model: str | None, repo_id: str | None, report: Calibration | None) -> str:
     """The model's name on the Hub, or one after its base."""
     if repo_id is not None:
         return repo_id.rpartition("/")[2]
     base = type(config).__name__.removeprefix("QKNorm").removesuffix("Config")
     if base_model is not None:
         base = base_model.rpartition("/")[2]
-    return f"{base} with {papers.short_description(config.scheme)}"
+    return f"{base} with {papers.short_description(config.scheme, report)}"
 
 
-def _native(config: Any) -> str | None:
+def _native(config: Any, report: Calibration | None) -> str | None:
     """The model type of transformers that computes the same, if any."""
-    if config.qk_norm_blend is not None or config.scheme.knee >= NO_NORM:
+    if report is not None and (report.sharpness > 1 or report.shown_knee == "∞"):
         return None
     try:
         found = find_target(config).model_type

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.reports.report import Calibration
 from hf_qknorm.scheme import Scheme
 
 
@@ -52,11 +53,12 @@ def papers_of(scheme: Scheme, latent: bool = False) -> list[Paper]:
     return [paper for key, paper in PAPERS.items() if key in keys]
 
 
-def short_description(scheme: Scheme) -> str:
+def short_description(scheme: Scheme, report: Calibration | None = None) -> str:
     """Return the scheme in a few words, for example "QK norm and a logit cap"."""
     letters = "".join(letter for letter, norm in zip("QKV", (scheme.q, scheme.k, scheme.v), strict=True) if norm)
-    knee = f" (knee {scheme.knee:g})" if scheme.knee else ""
-    parts = [f"{'sharp ' if knee and scheme.sharpness > 1 else ''}{letters} norm{knee}"] if letters else []
+    knee = f" (knee {report.shown_knee})" if report is not None and report.knee else ""
+    sharp = "sharp " if report is not None and knee and report.sharpness > 1 else ""
+    parts = [f"{sharp}{letters} norm{knee}"] if letters else []
     parts += ["a logit cap"] if scheme.softcap is not None else []
     return " and ".join(parts) or "its attention unchanged"
 
@@ -66,10 +68,10 @@ def mean_in_knee(scheme: Scheme) -> str:
     return "mean |x|ᵖ" if any(NORMS[norm].any_order for norm in scheme.norms) else "mean square"
 
 
-def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
+def change_sentences(scheme: Scheme, latent: bool = False, report: Calibration | None = None) -> list[str]:
     """Return the changes that a scheme makes to a model: sentences of Markdown, one for each part.
 
-    `latent` tells whether the model caches a latent.
+    `latent` tells whether the model caches a latent; the report of the present weights tells the knee.
     """
     sentences: list[str] = []
     parts = {"queries": scheme.q, "keys": scheme.k, "values": scheme.v}
@@ -81,19 +83,8 @@ def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
             f"{GAINS[scheme.gain]}{' and a bias' if scheme.has_bias(norm) else ''}"
             f"{LATENT if latent else ', before any rotary embedding and before the KV cache.'}"
         )
-    if scheme.knee:
-        mean = mean_in_knee(scheme)
-        sentences.append(
-            f"These norms have a **knee** of {scheme.knee:g}: their ε, otherwise a guard against a division by 0, is "
-            f"{scheme.knee:g} times the {mean} of calibration text (`qk_norm_powers` in config.json). A vector "
-            f"whose {mean} is much smaller keeps its length; the length of longer ones is bounded."
-        )
-    if scheme.knee and scheme.sharpness > 1:
-        s = scheme.sharpness
-        sentences.append(
-            f"They have a **sharpness** of {s}: with m the {mean}, they divide by a root of (ε^{s} + m^{s})^(1/{s}) in "
-            "place of ε + m, so that vectors below the knee keep their length almost exactly."
-        )
+    if report is not None and report.knee:
+        sentences += _knee_sentences(report)
     if scheme.scale is not None:
         sentences.append(f"The products of queries and keys are multiplied by {scheme.scale:g}, not by 1/√head_dim.")
     if scheme.softcap is not None:
@@ -104,3 +95,19 @@ def change_sentences(scheme: Scheme, latent: bool = False) -> list[str]:
     if not scheme.pre_norm:
         sentences.append("The **norm before attention** is removed: its gain is folded into the projections.")
     return sentences or ["Nothing: this model computes the same as its base."]
+
+
+def _knee_sentences(report: Calibration) -> list[str]:
+    mean = mean_in_knee(report.scheme)
+    sentences = [
+        f"These norms have a **knee** of {report.shown_knee}: their ε, otherwise a guard against a division by 0, is "
+        f"{report.shown_knee} times the {mean} of calibration text. A vector whose {mean} is much smaller keeps its "
+        "length; the length of longer ones is bounded."
+    ]
+    if report.sharpness > 1:
+        s = f"{report.sharpness:g}"
+        sentences.append(
+            f"They have a **sharpness** of {s}: with m the {mean}, they divide by a root of (ε^{s} + m^{s})^(1/{s}) in "
+            "place of ε + m, so that vectors below the knee keep their length almost exactly."
+        )
+    return sentences

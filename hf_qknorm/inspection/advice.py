@@ -6,7 +6,7 @@ The rule, in this order (`convert/README.md` gives the reasons and the measureme
 2. A model that takes norms: `qk_norm_cap`, calibrated with a knee, with a wider cap where 50 changes predictions.
 3. A model with norms, as Qwen3: nothing while the logits are up to half the cap, then a cap.
 4. A model where no knee is cheap enough: a cap alone, where it changes no prediction.
-5. Else `qk_norm`, brought in by a blend.
+5. Else `qk_norm`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ def advise(found: Inspection) -> Advice:
             _fresh_gain_reason(found),
             "calibrate() removes most of that cost, with a knee nearly all of it: vectors below the knee keep their "
             "length",
-            "without any cost at the start: BlendSchedule begins at the unpatched model and ends at these norms",
         ]
     if found.latent and scheme.norms:
         more.append(SERVING)
@@ -134,12 +133,12 @@ def _knee_reasons(found: Inspection, knees: KneeTrials, chosen: KneeTrial) -> li
     """Cost and bound of the knee that `calibrate` would choose, of smaller ones, and the cap without calibration."""
     bound = "" if chosen.bound is None else f", and no input can give a |logit| over {chosen.bound:.0f}"
     reasons = [
-        f"calibrate() finds gains and a knee of {chosen.knee:g} for this scheme: the loss changes by "
+        f"calibrate() finds gains and a knee of {chosen.knee:.3g} for this scheme: the loss changes by "
         f"{chosen.rise:+.3f} nats, with a KL of {chosen.kl:.3f} (allowed: {knees.limit:.3f}; fresh gains and no knee: "
         f"{knees.jump:.3f}){bound}"
     ]
     if tighter := [trial for trial in knees.trials if trial.knee < chosen.knee and trial.bound is not None]:
-        costs = ", ".join(f"{trial.knee:g}: +{trial.rise:.3f}, at most {trial.bound:.0f}" for trial in tighter[-2:])
+        costs = ", ".join(f"{trial.knee:.3g}: +{trial.rise:.3f}, at most {trial.bound:.0f}" for trial in tighter[-2:])
         reasons.append(
             f"a smaller knee bounds the logits tighter and costs more ({costs}); KneeSchedule lowers it in training"
         )
@@ -167,7 +166,7 @@ def _costly_knee_reasons(found: Inspection) -> list[str]:
     best = min(found.knees.trials, key=lambda trial: trial.cost)
     return [
         f"norms with a knee cost more than the {found.knees.limit:.3f} nats that calibrate() allows: "
-        f"{best.cost:.3f} with a knee of {best.knee:g} (max_loss_increase allows more)"
+        f"{best.cost:.3f} with a knee of {best.knee:.3g} (max_loss_increase allows more)"
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_qknorm.calibration.knees import KNEES, LIMIT, MARGIN, tried_knees
+from hf_qknorm.calibration.knees import KNEES, LIMIT, tried_knees
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.families import family_of
 from hf_qknorm.files.untrusted import check_positive
@@ -175,7 +175,7 @@ def _knee_trials(
                 at = predicted(knee)
                 trials.append(KneeTrial(knee, at.loss - base.loss, at.kl, worst_bound(model)))
                 tried = KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
-                if knee >= MARGIN * tried.least and trials[-2].cost - trials[-1].cost <= LIMIT / 10:
+                if knee > tried.least and trials[-2].cost - trials[-1].cost <= LIMIT / 10:
                     break
     return tried
 

@@ -69,7 +69,7 @@ def knee_curve(inspection: Inspection, path: str | Path) -> None:
     axes.axvline(inspection.largest, color=plotting.GRID, linewidth=1, linestyle=":", zorder=1)
     axes.plot(bounds, [trial.rise for trial, _ in points], color=colour, linewidth=1.5, zorder=2)
     for trial, bound in points:
-        label, size, fill, weight = f"knee {trial.knee:g}", 7, "white", "normal"
+        label, size, fill, weight = f"knee {trial.knee:.3g}", 7, "white", "normal"
         if trial is knees.chosen:
             label, size, fill, weight = f"{label}, chosen", 11, colour, "bold"
         axes.plot(bound, trial.rise, marker="o", markersize=size, color=colour, markerfacecolor=fill, zorder=3)

@@ -203,7 +203,7 @@ class Inspection:
         return (title, predicted, *self._knee_table(), table, reading, note, advice)
 
     def _layer_table(self) -> tables.Table:
-        layers, kneed = self.layers.values(), bool(self.present.knee)
+        layers, kneed = self.layers.values(), any(layer.beyond_q or layer.beyond_k for layer in self.layers.values())
         bounded = any(layer.bound is not None for layer in layers)
         gained = any((layer.gain_q, layer.gain_k) != (None, None) for layer in layers)
         optional = ["gains q, k"] * gained + ["bound"] * bounded + ["beyond q, k"] * kneed
@@ -228,7 +228,7 @@ class Inspection:
         for trial in knees.trials:
             note = f"← chosen, with a margin over the smallest at most {knees.limit:.3f}" * (trial is knees.chosen)
             rows.append(
-                [f"{trial.knee:g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", tables.bound_cell(trial.bound), note]
+                [f"{trial.knee:.3g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", tables.bound_cell(trial.bound), note]
             )
         reading = (
             f"{scheme_name(knees.scheme)}, calibrated and judged on an eighth of the sequences, by knee\n"

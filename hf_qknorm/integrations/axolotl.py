@@ -12,7 +12,6 @@ raised by the plugin's methods, which axolotl does not catch.
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -104,8 +103,6 @@ class QKNormPlugin(BasePlugin):
     def add_callbacks_pre_trainer(self, cfg: Any, model: Any) -> list[TrainerCallback]:
         """Return the schedules and QKClip that the file asks for."""
         callbacks: list[TrainerCallback] = []
-        if cfg.qk_norm_blend_share is not None:
-            callbacks.append(qk.BlendSchedule(cfg.qk_norm_blend_share))
         if cfg.qk_norm_knee_share is not None:
             callbacks.append(qk.KneeSchedule(cfg.qk_norm_knee_share))
         if _is_on(cfg.qk_clip):
@@ -170,7 +167,7 @@ def _check_same(cfg: Any, model_type: str, stored: qk.Scheme) -> None:
     if name is None:
         return
     wanted = qk.Scheme.of(name).resolve()
-    given, found = (replace(scheme, knee=0.0, sharpness=1) for scheme in (wanted, stored))
+    given, found = wanted, stored
     if given != found:
         raise ValueError(
             f"base_model {cfg['base_model']} is patched already, with another scheme ({stored}) than qk_norm_scheme "

@@ -22,9 +22,6 @@ class QKNormPluginArgs(BaseModel):
     qk_norm_knee_share: float | None = Field(
         None, description="Lower the knee to 0 over this share of the run (KneeSchedule)."
     )
-    qk_norm_blend_share: float | None = Field(
-        None, description="Bring the scheme in over this share of the run (BlendSchedule)."
-    )
     qk_norm_monitor: bool | int | None = Field(
         None, description="Sample the logits every so many steps (LogitMonitor); true: every 10."
     )

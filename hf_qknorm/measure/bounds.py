@@ -18,7 +18,6 @@ from hf_qknorm.measure.distributed import full_tensor
 from hf_qknorm.model.accelerate_hooks import is_hooked, loaded
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.reports.records import largest_bound
 
 
@@ -53,10 +52,10 @@ def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None
     """The largest |logit| of a patched layer, before any cap, for any input; rounding may exceed it.
 
     The norms are the scheme's or the model's own. `key_layer` is the layer that computes the keys, by default the same
-    one. None where queries or keys have no norm, or a blend is in progress. In models that scale queries by position,
+    one. None where queries or keys have no norm. In models that scale queries by position,
     the bound holds up to the model's maximum position.
     """
-    if any(norm.bypass or norm.blend is not None for norm in head_norms(layer).values()):
+    if any(norm.bypass for norm in head_norms(layer).values()):
         return None
     rotary = 1.0 if layer.has_own_norms and layer.family.style.norms_rotated else rotary_scale(layer)
     pairs, products = _ranges(layer, key_layer or layer), torch.zeros(1, dtype=torch.float64)
@@ -173,8 +172,7 @@ def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
         order = 2 * norm.order / (norm.order - 2)
         unit = longest.clamp_min(torch.finfo(torch.float64).tiny)[:, None]  # avoids overflow in the power
         longest = longest * (gain / unit).pow(order).sum(-1).pow(1 / order)
-    if not NORMS[norm.norm].summed:
-        longest = longest * head_dim ** (1 / norm.order)
+    longest = longest * head_dim ** (1 / norm.order) * norm.length()
     return longest if norm.bias is None else longest + _rows(norm.bias, head_dim).norm(dim=-1)
 
 

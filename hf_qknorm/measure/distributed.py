@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hf_qknorm.measure.regroup import token_count
 from hf_qknorm.model.adapters import unwrap_peft
-from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.attention import every_norm, patched_layers
 from hf_qknorm.model.fsdp import fsdp_modules
-from hf_qknorm.model.knees import apply_knee, knee_of, powers_of
 from hf_qknorm.model.tensor_parallel import shards_heads
 
 Batches = Sequence[dict[str, Tensor]]
@@ -162,9 +161,8 @@ def broadcast_attention(model: nn.Module, ranks: Ranks) -> None:
     for layer in patched_layers(model).values():
         for tensor in layer.parameters():
             dist.broadcast(tensor.data, group=ranks.data, group_src=0)
-    bare = unwrap(model)
-    if knee := knee_of(bare):
-        apply_knee(bare, knee, ranks.broadcast(powers_of(bare)))
+    for norm in every_norm(unwrap(model)):
+        norm.knee.copy_(ranks.broadcast(norm.knee.cpu()))
 
 
 def _all_reduce(x: Tensor, group: Any) -> Tensor:

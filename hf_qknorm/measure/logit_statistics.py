@@ -206,7 +206,7 @@ class _Watcher:
         y = x.detach()[: self.rows]
         square = (y if y.dtype == torch.float64 else y.float()).pow(2).mean(-1)
         beyond = torch.full_like(square, torch.nan)
-        if norm is not None and norm.knee and not norm.bypass:
+        if norm is not None and norm.ratio and not norm.bypass:
             beyond = beyond_knee(norm, y).to(square.dtype)
         real = self.passes.real(self.rows, x.shape[1], x.device, encoder=self.across and name in NORM_NAMES[1:])
         weight = torch.ones_like(square) if real is None else real[..., None].to(square.dtype).expand_as(square)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +12,6 @@ from hf_qknorm.families import check_scheme
 from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, types_of
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.config_checks import check_settings, config_errors, config_file
-from hf_qknorm.model.norms import NORM_FIELDS
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone.generate import write_standalone_code
 from hf_qknorm.standalone.notice import NOTICES, is_notice
@@ -23,9 +21,8 @@ if TYPE_CHECKING:  # the mixin precedes a family's own config class and uses its
 else:
     _Config = object
 
-OWN_SETTINGS: Final = ("qk_norm", "qk_norm_base", "qk_norm_blend", "qk_norm_powers", "attn_logit_softcapping")
-BASE_FIELDS: Final = {"attn_logit_softcapping": "a cap"}
-BLEND_FIELDS: Final = {"norms": "true or false", "softcap": "a cap"}
+OWN_SETTINGS: Final = ("qk_norm", "qk_norm_base", "attn_logit_softcapping")
+BEFORE: Final = ("qk_norm_powers", "qk_norm_blend")  # settings of versions before 1.0
 
 
 class QKNormConfig(_Config):
@@ -34,17 +31,12 @@ class QKNormConfig(_Config):
     `qk_norm` is given as a `Scheme`, a preset's name or JSON, and stored as JSON with "auto" resolved. A config.json
     must hold all of a scheme's fields. Servers read the cap from `attn_logit_softcapping`.
     `qk_norm_base` is the cap that the scheme replaced in a family with a cap of its own, for `unpatch_model`.
-    `qk_norm_blend` is None, or during a blend (`hf_qknorm.training.blend`) whether the norms are blended, and the
-    final cap; `qk_norm` then holds the current cap.
-    `qk_norm_powers` is None, or has the mean |x|ᵖ in calibration text of each norm with a knee, by layer and norm.
     `saves_as_base` is True for a model patched with a scheme that changes nothing: it is saved as its base type.
     Raises ValueError if a setting is malformed, contradicts another, or the family can't have the scheme.
     """
 
     qk_norm: Any
     qk_norm_base: Any
-    qk_norm_blend: Any
-    qk_norm_powers: Any
     attn_logit_softcapping: float | None
     base_model_type: ClassVar[str]
     saves_as_base = False
@@ -53,24 +45,18 @@ class QKNormConfig(_Config):
         stored_type = kwargs.pop("model_type", None)  # present only among settings from a config.json
         _check_type(type(self), stored_type)
         check_names(kwargs)
+        if old := [name for name in BEFORE if name in kwargs]:
+            raise ValueError(f"config.json has {old[0]!r}: it was written by a version before 1.0: convert it again")
         super().__post_init__(**{key: value for key, value in kwargs.items() if not is_notice(key, value)})
         check_settings(self)
         self.validate()  # the base class's own validators, which a derived dataclass does not inherit
-        _check_cap("qk_norm_base", self.qk_norm_base, BASE_FIELDS)
-        _check_cap("qk_norm_blend", self.qk_norm_blend, BLEND_FIELDS)
-        _check_powers(self)
+        _check_base(self.qk_norm_base)
         self.architectures = derived_architectures(self)
         if stored_type == self.model_type:
             _check_stored_base(self)
         if self.qk_norm is not None:
             scheme = Scheme.of(self.qk_norm) if stored_type is None else Scheme.stored(self.qk_norm)
-            powers = self.qk_norm_powers
             self.set_scheme(scheme, stated_cap=self.attn_logit_softcapping)
-            if powers is not None and not scheme.knee:
-                raise ValueError(
-                    f"{config_file(self)} has qk_norm_powers, and qk_norm has no knee: the gains belong to norms with "
-                    "one. Restore the config.json that was saved with the weights"
-                )
 
     @property
     def scheme(self) -> Scheme:
@@ -88,7 +74,7 @@ class QKNormConfig(_Config):
         check_scheme(self.base_model_type, self, scheme)
         if has_own_cap(type(self)) and self.qk_norm_base is None:
             self.qk_norm_base = {"attn_logit_softcapping": self.attn_logit_softcapping}
-            _check_cap("qk_norm_base", self.qk_norm_base, BASE_FIELDS)
+            _check_base(self.qk_norm_base)
             stated_cap = None
         cap = scheme.softcap
         if cap is None and self.qk_norm_base is not None:
@@ -100,8 +86,6 @@ class QKNormConfig(_Config):
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
-        if not scheme.knee:
-            self.qk_norm_powers = None
         if not scheme.changes_nothing:
             self.__dict__.pop("saves_as_base", None)
 
@@ -131,8 +115,6 @@ class QKNormConfig(_Config):
         config_dict = dict(config_dict)
         if given.get("qk_norm") is not None:
             given["qk_norm"] = Scheme.of(given["qk_norm"]).to_dict()
-            if not given["qk_norm"].get("knee"):
-                config_dict.pop("qk_norm_powers", None)
             if config_dict.get("model_type") == cls.model_type:  # an unpatched model's config has the model's own cap
                 config_dict.pop("attn_logit_softcapping", None)
         file = str(Path(kwargs.get("name_or_path", "")) / "config.json")
@@ -224,28 +206,10 @@ def _check_stored_base(config: Any) -> None:
         )
 
 
-def _check_powers(config: Any) -> None:
-    """Raise ValueError unless `qk_norm_powers` is None, or has a finite number ≥ 0 for each norm of each layer."""
-    powers = config.qk_norm_powers
-    if powers is None:
-        return
-    layers = powers.items() if isinstance(powers, dict) else [("", powers)]
-    for layer, norms in layers:
-        for norm, value in norms.items() if isinstance(norms, dict) else [("", norms)]:
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if norm not in NORM_FIELDS or not number or not 0 <= value < math.inf:
-                raise ValueError(
-                    f"{config_file(config)}: qk_norm_powers is {shorten(value)} for {shorten(f'{layer}.{norm}')}, "
-                    f"expected a finite number ≥ 0 for each of {', '.join(NORM_FIELDS)} of a layer. Restore the "
-                    "config.json that was saved with the weights"
-                )
-
-
-def _check_cap(name: str, value: Any, fields: dict[str, str]) -> None:
-    """Raise ValueError unless a setting is None, or has these fields, the last of them a cap or None."""
+def _check_base(value: Any) -> None:
+    """Raise ValueError unless `qk_norm_base` is None, or has a cap or None."""
     if value is None:
         return
-    if not isinstance(value, dict) or value.keys() != fields.keys() or not isinstance(value.get("norms", True), bool):
-        expected = ", ".join(f'"{field}": {kind}' for field, kind in fields.items())
-        raise ValueError(f"{name} is {shorten(value)}, expected None or {{{expected}}}")
-    Scheme(softcap=value[[*fields][-1]])  # raises ValueError for an invalid cap
+    if not isinstance(value, dict) or [*value] != ["attn_logit_softcapping"]:
+        raise ValueError(f'qk_norm_base is {shorten(value)}, expected None or {{"attn_logit_softcapping": a cap}}')
+    Scheme(softcap=value["attn_logit_softcapping"])  # raises ValueError for an invalid cap

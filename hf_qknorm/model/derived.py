@@ -33,12 +33,11 @@ from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.continuous_batching import check_continuous_batching
 from hf_qknorm.model.install import install
-from hf_qknorm.model.knee_state_dict import loading
-from hf_qknorm.model.knees import record_powers, restore_powers
-from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored, expect_eps, take_eps
+from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import load_record, write_record
 from hf_qknorm.model.tensor_parallel import plan_norms
+from hf_qknorm.ops.norms import PLAIN
 from hf_qknorm.standalone.generate import set_auto_map
 
 if TYPE_CHECKING:  # mixins precede a model's own class and use its methods
@@ -97,7 +96,6 @@ class QKNormModel(_Model):
             super().__init__(config, *args, **kwargs)
             use_derived_classes(self)
             install(self, FAMILIES.get(model_type, CAPPED), scheme)
-            restore_powers(self)
         plan_norms(self)
         # vLLM drops each weight that one of these matches anywhere: GPT-2's "attn.bias" is in c_attn.bias too.
         unread: Any = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -110,6 +108,7 @@ class QKNormModel(_Model):
         for parameter, value in ((module.weight, module.initial_gain), (module.bias, 0.0)):
             if parameter is not None:
                 initialization.constant_(parameter, value)  # no effect on parameters from a checkpoint
+        initialization.copy_(module.knee, torch.tensor(PLAIN))
 
     @classmethod
     def is_custom_code(cls) -> bool:
@@ -118,7 +117,7 @@ class QKNormModel(_Model):
 
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Check a backend as transformers does, and refuse one that would drop a cap."""
-        softcap = self.config.scheme.softcap or (self.config.qk_norm_blend or {}).get("softcap")
+        softcap = self.config.scheme.softcap
         if softcap is not None:
             own_forward = FAMILIES.get(self.config.base_model_type, CAPPED).runs_own_forward(self.config)
             requested_attention = functions.cap_backend(
@@ -159,7 +158,6 @@ class QKNormModel(_Model):
         """Save as transformers does, with the report of a calibration; a push includes the stand-alone code."""
         if push_to_hub:
             set_auto_map(self.config)
-        record_powers(self)
         if not getattr(self, "_hf_peft_config_loaded", False):  # else only the adapter is saved
             write_record(self, Path(save_directory), state_dict, self.should_save_on_this_rank(is_main_process))
         kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict, "push_to_hub": push_to_hub}
@@ -197,12 +195,10 @@ class QKNormModel(_Model):
         model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Load as transformers does; check dtypes before they are cast, and shapes before transformers does."""
-        expect_eps(model, check_stored(model, state_dict, checkpoint_files))
+        check_stored(model, state_dict, checkpoint_files)
         load = super()._load_pretrained_model
-        with loading():
-            info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         check_shapes(model, info.mismatched_keys, others=not load_config.ignore_mismatched_sizes)
-        take_eps(model, info.missing_keys)
         return info, offloaded
 
 
@@ -226,7 +222,7 @@ def set_model_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
 def derived_config(model_type: str) -> type[PretrainedConfig]:
     """Return the derived config class of a model type: `QKNormLlamaConfig` for "llama"."""
     base = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
-    fields: dict[str, Any] = dict.fromkeys(("qk_norm", "qk_norm_base", "qk_norm_blend", "qk_norm_powers"), Any)
+    fields: dict[str, Any] = dict.fromkeys(("qk_norm", "qk_norm_base"), Any)
     if not hasattr(base, "attn_logit_softcapping"):
         fields["attn_logit_softcapping"] = float | None
     namespace: dict[str, Any] = {

@@ -54,8 +54,6 @@ def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
         module.scheme = NONE if scheme == NONE else scheme  # `is_unchanged` compares with this object
         module.runs_own_forward = family.runs_own_forward(module.config)
         add_norms(module, scheme)
-        if (getattr(module.config, "qk_norm_blend", None) or {}).get("norms"):
-            start_blend(module)
         if not scheme.pre_norm:
             parent = _parent(model, name)
             module.removed_norm = (getattr(parent, family.pre_norm),)
@@ -103,8 +101,7 @@ def uninstall(model: nn.Module) -> None:
     for name, module in patched_layers(model).items():
         for added in head_norms(module):
             delattr(module, added)
-        for state in ("blending", "observers"):
-            vars(module).pop(state, None)
+        vars(module).pop("observers", None)
         if module.removed_norm:
             setattr(_parent(model, name), module.family.pre_norm, module.removed_norm[0])
             del module.removed_norm
@@ -113,32 +110,6 @@ def uninstall(model: nn.Module) -> None:
         if vars(module).pop("config_lent", False):
             del module.config
         set_module_class(module, module.base_class)
-
-
-def start_blend(layer: QKNormAttention) -> None:
-    """Give the layer's norms a blend of 0: the layer then computes as before, with the model's own scale.
-
-    Raises ValueError for a scheme's scale without a norm of q or k to carry it until `end_blend`.
-    """
-    norms = norm_copies(layer)
-    factor = layer.logit_scale / layer.own_scale
-    side = "q" if "q_norm" in norms else "k"
-    carriers = [copy for name, copies in norms.items() if NORM_FIELDS[name] == side for copy in copies]
-    for carrier in carriers:
-        carrier.rescale = factor
-    if not carriers and factor != 1:
-        raise ValueError(f"a blend can't bring in scale={layer.scheme.scale:g} without a norm on queries or keys")
-    device, _ = device_and_dtype(layer)
-    for norm in chain(*norms.values()):
-        norm.blend = torch.zeros((), device=device)
-    layer.blending = True
-
-
-def end_blend(layer: QKNormAttention) -> None:
-    """Remove the blend from the layer's norms."""
-    for norm in chain(*norm_copies(layer).values()):
-        norm.blend, norm.rescale = None, 1.0
-    vars(layer).pop("blending", None)
 
 
 def require_base(model: nn.Module) -> None:

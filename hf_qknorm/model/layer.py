@@ -7,19 +7,19 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from hf_qknorm.attend import functions, servers
 from hf_qknorm.attend.calls import check_keys
 from hf_qknorm.families import Family
 from hf_qknorm.families.style import add_to_cache
 from hf_qknorm.model import raw_heads
-from hf_qknorm.model.knee_state_dict import KneeStateDict
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 NONE = SCHEMES["none"]
 
 
-class QKNormAttention(KneeStateDict, nn.Module):
+class QKNormAttention(nn.Module):
     """Mixed into a model's own attention class: project → norm → RoPE → cache → attention function → output.
 
     The norms see the projections' whole output, adapters included, and come before RoPE and the cache. With the scheme
@@ -35,7 +35,6 @@ class QKNormAttention(KneeStateDict, nn.Module):
     scheme: Scheme
     removed_norm: tuple[nn.Module, ...] = ()  # in a tuple it is no submodule, and checkpoints leave it out
     observers: tuple[Callable[..., None], ...] = ()  # oldest first
-    blending: bool = False
     runs_own_forward: bool = False  # set where the layer is patched
 
     config: Any
@@ -103,6 +102,18 @@ class QKNormAttention(KneeStateDict, nn.Module):
             q, k = q.to(v.dtype), k.to(v.dtype)
         return q, k, v
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return PyTorch's state dict. In a sharded layer on the meta device, knees are replicated DTensors.
+
+        accelerate's `fsdp_cpu_ram_efficient_loading` reads the mesh of each tensor, buffers too, to send it there.
+        """
+        state = super().state_dict(*args, **kwargs)
+        mesh: Any = next((p.device_mesh for p in self.parameters() if isinstance(p, DTensor) and p.is_meta), None)
+        prefix = kwargs.get("prefix", "")
+        for key in [key for key in state if key.startswith(prefix) and key.endswith(".knee")] if mesh else ():
+            state[key] = DTensor.from_local(state[key].to("meta"), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        return state
+
     def attention_options(self) -> dict[str, Any]:
         """The layer's own options of the attention function."""
         options: dict[str, Any] = {"scaling": self.logit_scale, "sliding_window": self.window}
@@ -154,8 +165,8 @@ class QKNormAttention(KneeStateDict, nn.Module):
 
     @property
     def logit_scale(self) -> float:
-        """The factor of q·k: the scheme's scale, or the model's own where there is none and during a blend."""
-        return self.own_scale if self.scheme.scale is None or self.blending else self.scheme.scale
+        """The factor of q·k: the scheme's scale, or the model's own where there is none."""
+        return self.own_scale if self.scheme.scale is None else self.scheme.scale
 
     @property
     def own_scale(self) -> float:

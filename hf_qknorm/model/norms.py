@@ -10,10 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from hf_qknorm.model.knee_state_dict import local_tensor, save_knee, saved_knee
 from hf_qknorm.ops.apply_norm import apply_norm
-from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.reference import smooth_maximum
+from hf_qknorm.ops.norms import NORMS, PLAIN, Shape, shown_knee
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
 
@@ -26,24 +24,13 @@ class HeadNorm(nn.Module):
     """Normalise each head of `[B, T, H, D]` over D, then apply the scheme's gain and bias.
 
     The gain is `weight`: `[D]` (shared), `[H, D]` (per head), `[1]` (scalar) or None; `bias` has its shape.
-    `eps` is the scheme's, a float. With a `knee` it is a tensor `[]` in fp32 for every dtype of the model, filled by
-    `set_knee`: eps^(p/2) = scheme.eps^(p/2) + knee·`power`, where `power` is the mean |x|ᵖ of the norm's inputs in
-    calibration text (1 without calibration), and p is the `order`. It is no buffer, so that casts, sharding and the
-    meta device leave it as it is: the config holds knee and power. It moves with the parameters, and to the device of
-    its input at the first use there. State dicts hold it too, beside the gain that is right for this ε alone. The
-    `sharpness` is the scheme's with a knee, else 1.
-    `blend` b is a buffer during a blend: x becomes x + b·(y − x), where y is `rescale` times the normed x.
-    `rescale` replaces the scheme's scale of the logits, which the attention applies only after the blend.
-    `loaded_blend` is the blend at which `load_state_dict` last loaded the gain: 1 outside of a blend, None before.
+    `knee` is a buffer `[3]`, the norm's `Shape`: (0, 0, 1) for the plain norm, whose ε is `eps`, the scheme's.
     `bypass` makes the module return its input: the model then computes what it did before it was patched.
     """
 
     weight: nn.Parameter | None
     bias: nn.Parameter | None
-    blend: Tensor | None
-    eps: float | Tensor
-    scheme_sharpness: int = 1  # norms that older versions pickled lack it
-    loaded_blend: float | None = None
+    knee: Tensor
 
     def __init__(
         self,
@@ -59,17 +46,15 @@ class HeadNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.norm, self.p, self.initial_gain, self.head_dim = norm, scheme.p, initial_gain, head_dim
-        self.eps = self.scheme_eps = scheme.eps  # without a knee they are equal
-        self.knee, self.scheme_sharpness = 0.0, scheme.sharpness
-        self.bypass, self.rescale, self.loaded_blend = False, 1.0, None
+        self.eps = scheme.eps
+        self.bypass = False
         shape = {"shared": (head_dim,), "per_head": (heads, head_dim), "scalar": (1,)}.get(scheme.gain)
         for name, wanted in (("weight", gain), ("bias", scheme.has_bias(norm))):
             value = torch.empty(shape, device=device, dtype=dtype) if shape and wanted else None
             self.register_parameter(name, None if value is None else nn.Parameter(value))
-        self.register_buffer("blend", None)
-        self.set_knee(scheme.knee)
-        if (device if self.weight is None else self.weight.device) == torch.device("meta"):
-            self.expect_eps()
+        # On the meta device only inside `torch.device("meta")`: vLLM builds parameters there, and buffers for real.
+        real = None if device == torch.device("meta") else device
+        self.register_buffer("knee", torch.tensor(PLAIN, dtype=dtype, device=real))
         self.reset_parameters()
 
     @property
@@ -78,142 +63,78 @@ class HeadNorm(nn.Module):
         return NORMS[self.norm].order(self.p)
 
     @property
-    def sharpness(self) -> int:
-        """The norm's sharpness: the scheme's with a knee, else 1, since the plain norm is the same for all."""
-        return self.scheme_sharpness if isinstance(self.eps, Tensor) else 1  # a graph has no guard on the knee
+    def shape(self) -> Shape:
+        """The numbers in `knee`; it waits for a GPU."""
+        return Shape.of(self.knee)
+
+    @property
+    def ratio(self) -> float:
+        """The knee: 0 for the plain norm, ∞ for an opened one. It waits for a GPU."""
+        return self.shape.knee(self.order)
+
+    @property
+    def epsilon(self) -> float:
+        """ε, which takes the place of the scheme's eps. It waits for a GPU."""
+        return self.eps * float(2.0**self.shape.epsilon)
 
     def mean_power(self) -> float:
-        """Return the mean |x|ᵖ in calibration text. Raises ValueError without a knee."""
-        if not self.knee:
-            raise ValueError("a norm without a knee keeps no mean of its inputs: calibrate(model, data) again")
-        half = self.order / 2
-        return max(float(self.eps) ** half - self.scheme_eps**half, 0.0) / self.knee  # ε is rounded: no mean is below 0
-
-    def eps_of(self, knee: float, power: float) -> float:
-        """Return ε for a knee above 0 and a mean |x|ᵖ of `power`. Raises ValueError if fp32 can't hold it."""
-        half, limits = self.order / 2, torch.finfo(torch.float32)
-        eps = (self.scheme_eps**half + knee * power) ** (1 / half) if power >= 0 else math.nan
-        if not limits.tiny <= eps <= limits.max:
+        """The mean |x|ᵖ in calibration text. Raises ValueError for a norm that does not keep it."""
+        if not (power := self.shape.power):
             raise ValueError(
-                f"a knee of {knee:g} and a mean |x|ᵖ of {power:g} give ε = {eps:g}, expected {limits.tiny:.2g} to "
-                f"{limits.max:.2g}, the range of fp32: check that the model's queries and keys are finite"
+                "the norms hold no mean length of their inputs, as plain ones and those that are calibrated for an "
+                "export: calibrate(model, data) sets it"
             )
-        return eps
+        return float((self.eps * 2.0**power) ** (self.order / 2))
 
-    def keeping_gain(self, knee: float, power: float) -> float:
-        """Return the gain with which this knee keeps the length of vectors of mean |x|ᵖ `power`."""
-        eps = (self.scheme_eps ** (self.order / 2) + knee * power) ** (2 / self.order)
-        return self.divisor(power, eps, self.scheme_sharpness if knee else 1)
+    def rounded(self, knee: float, power: float, sharpness: float) -> Shape:
+        """The shape of this norm for a knee and a mean |x|ᵖ of `power`; see `Shape.rounded`."""
+        return Shape.rounded(knee, power, sharpness, self.eps, self.order)
 
-    def divisor(self, power: float, eps: float, sharpness: int) -> float:
-        """Return the number that the norm with this ε and sharpness divides a vector of mean |x|ᵖ `power` by."""
-        mean = torch.tensor(power, dtype=torch.float64)
-        size = float(smooth_maximum(mean, eps ** (self.order / 2), sharpness))
-        return (size * (self.head_dim if NORMS[self.norm].summed else 1)) ** (1 / self.order)
+    def length(self, shape: Shape | None = None) -> float:
+        """The norm's factor beside its gain, in its own shape or another."""
+        columns = self.head_dim if NORMS[self.norm].summed else 1
+        return (shape or self.shape).length(self.eps, self.order, columns)
 
     @torch.no_grad()
-    def set_knee(self, knee: float, power: float = 1.0) -> None:
-        """Set the norm's knee, for a mean |x|ᵖ of `power`. A knee of 0 restores the scheme's eps.
-
-        An existing tensor is filled in place, for graphs that read it. Raises ValueError, before anything changes, if
-        fp32 can't hold ε.
-        """
-        if not knee:
-            self._buffers.pop("eps", None)  # of `expect_eps`, if a loader left it
-            self.eps, self.knee = self.scheme_eps, 0.0
-            return
-        eps, self.knee = self.eps_of(knee, power), knee
-        if isinstance(self.eps, Tensor):
-            self.eps.fill_(eps)
-        else:
-            with torch.inference_mode(False):  # for training afterwards
-                self.eps = torch.full((), eps, dtype=torch.float32, device="cpu")
-
-    def expect_eps(self) -> None:
-        """Let a loader find the ε in the weights, by a buffer of that name, which nothing computes with."""
-        if self.knee:  # the attribute precedes the buffer
-            device = None if self.weight is None else self.weight.device
-            self._buffers["eps"] = torch.empty((), dtype=torch.float32, device=device)
-
-    @torch.no_grad()
-    def take_eps(self, stored: Tensor) -> None:
-        """Take a stored ε, of the norm's knee. Raises ValueError for an impossible one."""
-        if problem := eps_problem(stored, self.scheme_eps):
-            raise ValueError(f"eps {problem}")
-        assert isinstance(self.eps, Tensor)
-        self.eps.fill_(float(stored))
-
-    def _apply(self, fn: Any, recurse: bool = True) -> HeadNorm:
-        """Move and cast parameters as PyTorch does, and move ε beside them: a graph would copy it in each call."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if isinstance(self.eps, Tensor):
-            device = fn(torch.empty_like(self.eps)).device  # norms without parameters move too
-            if device.type != "meta":
-                self.__dict__["eps"] = self.eps.to(device)  # never the buffer of `expect_eps`
-        return self
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        save_knee(destination, prefix, self.knee, self.scheme_sharpness)
-        destination.pop(f"{prefix}eps", None)  # of `expect_eps`
-        if self.knee:
-            destination[f"{prefix}eps"] = self.eps
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as PyTorch does, and take the ε of a knee."""
-        metadata, _, missing, _, errors = args
-        if f"{prefix}eps" in state_dict:
-            self.knee, self.scheme_sharpness = saved_knee(metadata, self.knee, self.scheme_sharpness)
-        self._buffers.pop("eps", None)
-        stored = state_dict.get(f"{prefix}eps") if self.knee else None
-        if stored is not None and not stored.is_meta:
-            try:
-                self.take_eps(local_tensor(stored))
-            except ValueError as error:
-                errors.append(f"{prefix}{error}")
-        elif self.knee and stored is None and f"{prefix}weight" in state_dict:
-            missing.append(f"{prefix}eps")  # the gain is of a norm without a knee
-        if f"{prefix}weight" in state_dict:
-            blend = state_dict.get(f"{prefix}blend", torch.ones(()))
-            self.loaded_blend = None if blend.is_meta or blend.shape else float(local_tensor(blend))
-        load: Any = super()._load_from_state_dict
-        load({key: x for key, x in state_dict.items() if key != f"{prefix}eps" or not self.knee}, prefix, *args)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle as PyTorch does. In pickles of older versions the knee's ε is a buffer."""
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        if "eps" not in state and (stored := self._buffers.pop("eps")) is not None:  # else it is of `expect_eps`
-            self.eps = stored
+    def set_shape(self, shape: Shape) -> None:
+        """Set the norm's shape in place: graphs and kernels read the buffer."""
+        self.knee.copy_(torch.tensor(shape, dtype=self.knee.dtype))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Set gains to their fresh value (1, or Henry's g) and biases to 0."""
+        """Set gains to their fresh value (1, or Henry's g), biases to 0 and the shape to the plain one."""
         if self.weight is not None:
             self.weight.fill_(self.initial_gain)
         if self.bias is not None:
             self.bias.zero_()
+        if not self.knee.is_meta:
+            self.set_shape(PLAIN)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Load as PyTorch does. An impossible or missing `knee` is an error, strict or not: gains fit one alone."""
+        stored = [name for name in ("weight", "bias") if f"{prefix}{name}" in state_dict]
+        own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        if (knee := own.get(f"{prefix}knee")) is not None:
+            own[f"{prefix}knee"] = knee = local_tensor(knee)
+            if problem := shape_problem(knee):
+                args[-1].append(f"{prefix}knee {problem}")
+        elif stored:
+            args[-1].append(f"{prefix}{stored[0]} is in the state dict and {prefix}knee is not: it was {OLD}")
+        super()._load_from_state_dict(own, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.bypass:
             return x
-        return apply_norm(x, self.as_norm(x.device))
+        return apply_norm(x, self.as_norm())
 
-    def as_norm(self, device: torch.device) -> Norm:
-        """Return the norm on that device, in the form that the operators take."""
+    def as_norm(self) -> Norm:
+        """Return the norm in the form that the operators take."""
         if self.bypass:
             return Norm()
-        eps = self.eps
-        if isinstance(eps, Tensor) and eps.device != device:
-            eps = eps.to(device)
-            if type(eps) is Tensor and not eps.is_meta and not eps.is_inference():  # not of a trace
-                self.eps = eps
-        weight, bias = self._held("weight"), self._held("bias")
-        blend = self._buffers["blend"]
-        if blend is None:
-            return Norm(self.norm, weight, bias, None, eps, self.p, self.sharpness)
-        gain = blend.new_ones(1) if weight is None else weight
-        bias = None if bias is None else bias * self.rescale
-        return Norm(self.norm, gain * self.rescale, bias, blend, eps, self.p, self.sharpness)
+        knee: Any = self._buffers["knee"]
+        if torch.is_grad_enabled():  # it may move before the backward pass
+            knee = knee.clone()
+        return Norm(self.norm, self._held("weight"), self._held("bias"), self.eps, self.p, knee)
 
     def _held(self, name: str) -> Any:
         """The parameter of that name, or this rank's part of it: under tensor parallelism it is a DTensor.
@@ -227,24 +148,32 @@ class HeadNorm(nn.Module):
     def extra_repr(self) -> str:
         order = f", p={self.p:g}" if NORMS[self.norm].any_order else ""
         gain = "none" if self.weight is None else list(self.weight.shape)
-        blend = ""
-        if self.blend is not None:
-            blend = ", blend" if self.blend.is_meta else f", blend={float(self.blend):.3g}"
-        knee = f", knee={self.knee:g}" + (f", sharpness={self.sharpness}" if self.sharpness > 1 else "")
-        knee = knee if self.knee else ""
-        bias, eps = self.bias is not None, f"{float(self.eps):g}"
-        return f"{self.norm}{order}, gain={gain}, bias={bias}, eps={eps}{knee}{blend}"
+        shape = PLAIN if self.knee.is_meta else self.shape
+        knee = f", knee={shown_knee(self.ratio)}, sharpness={shape.sharpness:g}" if shape.power else ""
+        eps = self.eps if knee else self.eps * 2.0**shape.epsilon
+        return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={eps:g}{knee}"
 
 
-def eps_problem(eps: Tensor, least: float) -> str | None:
-    """Return why a norm with a knee can't have a stored `eps`, as the end of a sentence, or None."""
-    if eps.shape:
-        return f"has shape {list(eps.shape)}, expected a single number []. Restore the weights"
-    if not eps.is_floating_point() or eps.itemsize < 2:
-        return f"has dtype {str(eps.dtype).removeprefix('torch.')}, expected float32. Restore the weights"
-    if not eps.is_meta and not eps.new_tensor(least) <= eps < math.inf:  # true for NaN too
-        return f"is {float(eps):g}, expected a finite number ≥ {least:g}, the scheme's eps. Restore the weights"
+OLD: Final = "written by a version before 1.0: convert it again"
+
+
+def shape_problem(knee: Tensor) -> str | None:
+    """Return why a stored `knee` is no norm's shape, as the end of a sentence, or None."""
+    if [*knee.shape] != [3]:
+        return f"has shape {[*knee.shape]}, expected [3]. Restore the weights"
+    if not knee.is_floating_point() or knee.itemsize < 2:
+        return f"has dtype {str(knee.dtype).removeprefix('torch.')}, expected 16 bits or more. Restore the weights"
+    if knee.is_meta:
+        return None
+    numbers = knee.tolist()
+    if not (all(map(math.isfinite, numbers)) and numbers[2] >= 1):
+        return f"is {numbers}, expected three finite numbers, the last at least 1. Restore the weights"
     return None
+
+
+def local_tensor(x: Tensor) -> Tensor:
+    """Return a tensor of a state dict as a plain one on its mesh's device type."""
+    return x.to_local().to(x.device_mesh.device_type) if isinstance(x, DTensor) else x
 
 
 def active_copy(module: Any) -> nn.Module | None:

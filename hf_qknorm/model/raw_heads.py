@@ -69,7 +69,7 @@ def fused_attention(
 
 def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> Heads | None:
     """Heads with their norms and rotation; None if a hook, or a module of another's, must run in a norm's place."""
-    q_norm, k_norm = (as_norm(layer.norm_module(name), q.device) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = (as_norm(layer.norm_module(name)) for name in ("q_norm", "k_norm"))
     if q_norm is None or k_norm is None:
         return None
     if not q.dtype == k.dtype == v.dtype:  # a model's own norm may promote them
@@ -77,8 +77,8 @@ def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> He
     return Heads(q, k, v, q_norm, k_norm, kernel_rotary(positions, layer.family.rope))
 
 
-def as_norm(module: Any, device: torch.device) -> Norm | None:
-    """A layer's norm on a device, the identity without one; None if its hooks do not end before it."""
+def as_norm(module: Any) -> Norm | None:
+    """A layer's norm, the identity without one; None if its hooks do not end before it."""
     norm = active_copy(module)
     if norm is None:
         return Norm()
@@ -86,7 +86,7 @@ def as_norm(module: Any, device: torch.device) -> Norm | None:
         return None
     if type(norm) is nn.Identity:  # it has hooks of an observer
         return Norm()
-    return norm.as_norm(device) if type(norm) is HeadNorm else None
+    return norm.as_norm() if type(norm) is HeadNorm else None
 
 
 def _after_hooks(layer: Any, heads: Heads) -> Heads:

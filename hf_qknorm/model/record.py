@@ -62,7 +62,7 @@ def write_record(model: Any, folder: Path, state_dict: Mapping[str, Any] | None,
             (folder / REPORT).unlink(missing_ok=True)
         return
     tensors = model.state_dict() if state_dict is None else state_dict
-    is_other = record["scheme"] != model.config.qk_norm or model.config.qk_norm_blend is not None
+    is_other = record["scheme"] != model.config.qk_norm
     stale = {"stale": True} if is_changed(record["weights"], tensors) or is_other else {}
     if not writes:
         return

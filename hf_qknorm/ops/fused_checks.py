@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops.checks import check_call, check_heads
-from hf_qknorm.ops.norms import NORMS, SHARPNESSES
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.traces import constant_in_traces
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, Heads, Norm, Options, Rotary, Visible
@@ -129,20 +129,17 @@ def _check_norm(name: str, norm: Norm, x: Tensor) -> None:
         raise ValueError(f"{name}.kind must be one of {', '.join(('none', *NORMS))}, got {norm.kind!r}")
     if not norm.p >= 1:
         raise ValueError(f"{name}.p must be at least 1, got {norm.p}")
-    if norm.sharpness not in SHARPNESSES:
-        raise ValueError(f"{name}.sharpness must be one of {', '.join(map(str, SHARPNESSES))}, got {norm.sharpness}")
-    stored_eps, eps = norm.eps_parts  # reading a stored one would wait for the GPU
-    if not eps >= 0:  # nor NaN
-        raise ValueError(f"{name}.eps must not be negative, got {eps}")
-    for part, value in (("gain", norm.gain), ("bias", norm.bias), ("blend", norm.blend), ("eps", stored_eps)):
+    if not norm.eps >= 0:  # nor NaN
+        raise ValueError(f"{name}.eps must not be negative, got {norm.eps}")
+    for part, value in (("gain", norm.gain), ("bias", norm.bias), ("knee", norm.knee)):
         if value is None:
             continue
         shape, shapes = (*value.shape,), ((1,), x.shape[3:], x.shape[1::2])
         if part in ("gain", "bias") and shape not in shapes:
             here = f"[1], {list(x.shape[3:])} or {list(x.shape[1::2])}"
             raise ValueError(f"{name}.{part} must be [1], [D] or [H, D], here {here}, got {list(shape)}")
-        if part in ("blend", "eps") and value.numel() != 1:
-            raise ValueError(f"{name}.{part} must be one number, got {list(shape)}")
+        if part == "knee" and (shape != (3,) or not value.is_contiguous()):  # its numbers would wait for the GPU
+            raise ValueError(f"{name}.knee must be [3] and contiguous, got {list(shape)}")
         _check_tensors(x, floating=True, **{f"{name}.{part}": value})
 
 

@@ -31,65 +31,72 @@ def head_norm(
     norm: str,
     gain: Tensor | None = None,
     bias: Tensor | None = None,
-    eps: float | Tensor = 1e-6,
+    eps: float = 1e-6,
     p: float = 2.0,
-    blend: Tensor | None = None,
-    sharpness: int = 1,
+    knee: Tensor | None = None,
 ) -> Tensor:
     """Normalise the last axis of `x` `[..., H, D]`, then apply gain and bias (each `[D]`, `[H, D]` or `[1]`).
 
     rms:   x / √(mean x² + eps)                   layer: the same of x − mean x
     l2:    x / √(D·(mean x² + eps))               lp:    x / (D·(mean |x|ᵖ + eps^(p/2)))^(1/p)
 
-    With a `sharpness` s above 1, each sum a + b in these roots becomes (aˢ + bˢ)^(1/s): the larger s, the more exactly
-    short vectors keep their length, up to the constant 1/√eps. Long ones are normalised as with s = 1.
+    A `knee` `[3]` is a `norms.Shape` (a, b, s), read in bfloat16: ε = eps·2ᵃ takes the place of eps, and each sum u + e
+    in these roots becomes M(u, e) = (uˢ + eˢ)^(1/s): the larger s, the more exactly short vectors keep their length, up
+    to a constant. Where b is not 0, the result is multiplied by the root of M(P^(p/2), ε^(p/2)) with P = eps·2ᵇ, and
+    not divided by D: a vector of mean |x|ᵖ = P^(p/2) keeps its length.
 
     `norm` is a name of `norms.NORMS`, whose properties combine these formulas. Raises ValueError for another name.
 
-    `eps` is a number, or a tensor of one number. With `blend` b, a tensor of one number, the result y becomes
-    x + b·(y − x). Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (if centred:
-    of equal entries) is padding or dead: it stays zero, and its gradient is zero instead of 1/√eps times the output's.
+    Computes in fp32 (fp64 stays fp64) and rounds once, to the dtype of `x`. A row of zeros (if centred: of equal
+    entries) is padding or dead: it stays zero, and its gradient is zero instead of 1/√eps times the output's.
     """
     if norm not in NORMS:
         raise ValueError(f"unknown norm {norm!r}: expected one of {', '.join(map(repr, NORMS))}")
     kind = NORMS[norm]
-    wide = y = x if x.dtype == torch.float64 else x.float()
-    eps = eps.to(y.dtype) if isinstance(eps, Tensor) else eps
+    y = x if x.dtype == torch.float64 else x.float()
+    order, columns = kind.order(p), y.shape[-1] if kind.summed else 1
+    epsilon: Any = eps
+    sharpness, length = None, columns ** (-1 / order)
+    if knee is not None:
+        a, b, sharpness = knee.bfloat16().to(y.dtype).unbind()
+        epsilon, length = eps * torch.exp2(a), _kept_length(a, b, sharpness, eps, order, length)
     if kind.centred:
         y = y - y.mean(-1, keepdim=True)
     if not kind.any_order:
         square = y.pow(2).mean(-1, keepdim=True)
-        y = y * torch.where(square > 0, torch.rsqrt(smooth_maximum(square, eps, sharpness)), 0.0)
-        y = y * y.shape[-1] ** -0.5 if kind.summed else y
+        factor = torch.where(square > 0, torch.rsqrt(smooth_maximum(square, epsilon, sharpness)), 0.0)
     else:
         largest = y.detach().abs().amax(-1, keepdim=True)
-        peak = largest.clamp_min(eps**0.5)  # |x|ᵖ must not overflow
+        root = torch.as_tensor(epsilon**0.5, dtype=y.dtype, device=y.device)
+        peak = torch.maximum(largest, root)  # |x|ᵖ must not overflow
         mean = (y.abs() / peak).pow(p).mean(-1, keepdim=True)
-        power = smooth_maximum(mean, (eps**0.5 / peak).pow(p), sharpness)
-        power = y.shape[-1] * power if kind.summed else power
-        y = y * torch.where(largest > 0, 1 / (peak * power.pow(1 / p)), 0.0)
+        power = smooth_maximum(mean, (root / peak).pow(p), sharpness)
+        factor = torch.where(largest > 0, 1 / (peak * power.pow(1 / p)), 0.0)
+    y = y * (factor * length)
     y = y if gain is None else gain.to(y.dtype) * y
     y = y if bias is None else y + bias.to(y.dtype)
-    y = y if blend is None else wide + blend.to(y.dtype) * (y - wide)
     return y.to(x.dtype)
 
 
-def smooth_maximum(a: Tensor, b: float | Tensor, sharpness: int) -> Tensor:
+def smooth_maximum(a: Tensor, b: float | Tensor, sharpness: Tensor | None) -> Tensor:
     """(aˢ + bˢ)^(1/s) for a ≥ 0, b > 0 and s = `sharpness`: between max(a, b) and their sum, which it is for s = 1.
 
-    Computed from the larger of both and their ratio: powers of the numbers themselves would overflow.
+    Computed from the larger of both and their ratio: powers of the numbers themselves would overflow. A ratio below
+    1e-30 adds nothing for s > 1, and would have an infinite logarithm.
     """
-    if sharpness == 1:
+    if sharpness is None:
         return a + b
-    b = torch.as_tensor(b, dtype=a.dtype, device=a.device)
-    larger = torch.maximum(a, b)
-    power = torch.minimum(a, b) / larger
-    for _ in range(sharpness.bit_length() - 1):
-        power = power * power
-    total = 1 + power
-    for _ in range(sharpness.bit_length() - 1):
-        total = total.sqrt()
-    return larger * total
+    larger = torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
+    power = torch.exp2(sharpness * torch.log2((torch.minimum(a, b) / larger).clamp_min(1e-30)))
+    return torch.where(sharpness == 1, a + b, larger * torch.exp2(torch.log2(1 + power) / sharpness))
+
+
+def _kept_length(a: Tensor, b: Tensor, sharpness: Tensor, eps: float, order: float, plain: float) -> Tensor:
+    """M(P^(p/2), ε^(p/2))^(1/p), from the larger of P and ε and their ratio; `plain` where P is not known."""
+    least, most = torch.minimum(a, b), torch.maximum(a, b)
+    power = torch.exp2((least - most) * (sharpness * order / 2))
+    root = torch.exp2(torch.log2(1 + power) / (sharpness * order))
+    return torch.where(b == 0, plain, (eps * torch.exp2(most)).sqrt() * root)
 
 
 def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
@@ -101,8 +108,7 @@ def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
 def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
     """Norm and rotate queries or keys `[B, H, T, D]`."""
     if norm.kind != "none":
-        kind, gain, bias, blend, eps, p, sharpness = norm
-        x = head_norm(x.transpose(1, 2), kind, gain, bias, eps, p, blend, sharpness).transpose(1, 2)
+        x = head_norm(x.transpose(1, 2), *norm).transpose(1, 2)
     if rotary is None:
         return x
     wide = torch.promote_types(x.dtype, torch.float32)

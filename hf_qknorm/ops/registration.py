@@ -15,8 +15,8 @@ from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 # The fields of an operator: the name of each argument, and its type in the schema.
 HEADS: Final = {"q": "Tensor", "k": "Tensor", "v": "Tensor"}
 NORM: Final = {
-    **{"kind": "str", "gain": "Tensor?", "bias": "Tensor?", "blend": "Tensor?"},
-    **{"stored_eps": "Tensor?", "eps": "float", "p": "float", "sharpness": "int"},
+    **{"kind": "str", "gain": "Tensor?", "bias": "Tensor?"},
+    **{"eps": "float", "p": "float", "knee": "Tensor?"},
 }
 NORM_ROPE: Final = {
     **{f"{side}_{name}": kind for side in "qk" for name, kind in NORM.items()},
@@ -31,7 +31,7 @@ Flat = tuple[Any, ...]  # the arguments of an operator, in the schema's order
 
 def pack_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Flat:
     """The arguments `NORM_ROPE`."""
-    return *_pack_norm(*q_norm), *_pack_norm(*k_norm), *(rotary or (None, None, False))
+    return *q_norm, *k_norm, *(rotary or (None, None, False))
 
 
 def pack(heads: Heads, visible: Visible, options: Options) -> Flat:
@@ -39,22 +39,11 @@ def pack(heads: Heads, visible: Visible, options: Options) -> Flat:
     return *heads[:3], *pack_norms(*heads[3:]), *visible, *options
 
 
-def _pack_norm(kind: str, gain: Any, bias: Any, blend: Any, eps: float | Tensor, p: float, sharpness: int) -> Flat:
-    stored, eps = (eps, 0.0) if isinstance(eps, Tensor) else (None, eps)
-    return kind, gain, bias, blend, stored, eps, p, sharpness
-
-
 def unpack_norms(packed: Flat) -> tuple[Norm, Norm, Rotary | None]:
     """What `pack_norms` packed."""
     *norms, cos, sin, interleaved = packed
     rotary = None if cos is sin is None else Rotary(cos, sin, interleaved)
-    return _unpack_norm(*norms[: len(NORM)]), _unpack_norm(*norms[len(NORM) :]), rotary
-
-
-def _unpack_norm(
-    kind: str, gain: Any, bias: Any, blend: Any, stored: Tensor | None, eps: float, p: float, sharpness: int
-) -> Norm:
-    return Norm(kind, gain, bias, blend, eps if stored is None else stored, p, sharpness)
+    return Norm(*norms[: len(NORM)]), Norm(*norms[len(NORM) :]), rotary
 
 
 def unpack(packed: Flat) -> tuple[Heads, Visible, Options]:

@@ -14,23 +14,16 @@ MOST_COLUMNS: Final = 256
 class Norm(NamedTuple):
     """The arguments of `reference.head_norm`; the kind "none" is the identity.
 
-    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`, `blend` is a tensor of one number. `eps` is a number, or a tensor of
-    one number for a norm with a knee: kernels read it from memory, so that one graph serves every value. `sharpness` is
-    one of `norms.SHARPNESSES`.
+    `gain` and `bias` are `[D]`, `[H, D]` or `[1]`. `knee` `[3]` is a `norms.Shape`, None for the plain one: kernels
+    read it from memory, so that one graph serves every value.
     """
 
     kind: str = "none"
     gain: Tensor | None = None
     bias: Tensor | None = None
-    blend: Tensor | None = None
-    eps: float | Tensor = 1e-6
+    eps: float = 1e-6
     p: float = 2.0
-    sharpness: int = 1
-
-    @property
-    def eps_parts(self) -> tuple[Tensor | None, float]:
-        """`eps` as a tensor or None, and as a number: operators and kernels take both."""
-        return (self.eps, 0.0) if isinstance(self.eps, Tensor) else (None, self.eps)
+    knee: Tensor | None = None
 
 
 class Rotary(NamedTuple):

@@ -15,6 +15,7 @@ from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
 from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, read_json
+from hf_qknorm.ops.norms import shown_knee
 from hf_qknorm.reports import records, tables
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.scheme import Scheme
@@ -36,8 +37,9 @@ class Calibration:
     number of tokens of the data, `judged` the number of them that all this was measured on, in sequences of up to
     `length`; `context` is the longest sequence that the model is for (None where unknown). `base_model` and `dataset`
     are the Hub names of the model and the text, None for local ones. `knees` has the prediction with each knee that was
-    tried; the chosen one is `scheme.knee`. `output_error` is the relative error of the last hidden states, for a model
-    without a language-modelling head; of an encoder of images `tokens` and `judged` count images, and `length` is None.
+    tried; the norms' own is `knee`, 0 for plain ones, and their sharpness is `sharpness`. `output_error` is the
+    relative error of the last hidden states, for a model without a language-modelling head; of an encoder of images
+    `tokens` and `judged` count images, and `length` is None.
 
     The method "measured" stands for a measurement of the patched model alone, as after training: `base`, `ones` and
     all else that describes the unpatched model are None. `weights` has digests of the measured weights by tensor
@@ -63,6 +65,8 @@ class Calibration:
     base_model: str | None = None
     dataset: str | None = None
     knees: Mapping[float, Prediction] = dataclasses.field(default_factory=dict)
+    knee: float = 0.0
+    sharpness: float = 1.0
     stale: bool = False
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
     length: int | None = dataclasses.field(default=None, repr=False)
@@ -92,8 +96,13 @@ class Calibration:
     @property
     def title(self) -> str:
         """The method, the knee and its sharpness."""
-        sharp = f", sharpness {self.scheme.sharpness}" if self.scheme.sharpness > 1 else ""
-        return self.method + (f", knee {self.scheme.knee:g}{sharp}" if self.scheme.knee else "")
+        sharp = f", sharpness {self.sharpness:g}" if self.sharpness > 1 else ""
+        return self.method + (f", knee {self.shown_knee}{sharp}" if self.knee else "")
+
+    @property
+    def shown_knee(self) -> str:
+        """The knee as text."""
+        return shown_knee(self.knee)
 
     @property
     def bound(self) -> float | None:
@@ -134,7 +143,7 @@ class Calibration:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
         alone = self.method == MEASURED
         layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
-        beyond = ["beyond q, k"] if self.scheme.knee else []
+        beyond = ["beyond q, k"] if self.knee else []
         over_half, _ = tables.over_names(self.cap)
         rows = [["layer", "max |logit|", "bound", "entropy", over_half, "rms q, k", *beyond, "gain q, k"]]
         for name, layer in layers[: tables.ROWS]:
@@ -144,7 +153,7 @@ class Calibration:
             pairs += [tables.pair_of_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] * len(beyond)
             pairs += [tables.pair_of_means(layer.gain_q, layer.gain_k)]
             rows.append([name, logit, tables.bound_cell(layer.bound), *others, *pairs])
-        knees = ", ".join(f"{knee:g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
+        knees = ", ".join(f"{knee:.3g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
         sides = [] if alone else ["Before → after"]
         reading = "; ".join([*sides, tables.BOUND, *([tables.BEYOND] if beyond else [])])
         return (

@@ -7,22 +7,23 @@ outputs of the norm and of a constant factor, where the knee mixes their divisor
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
 from typing import Any, Final
 
-from torch import nn
-from transformers import TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import ExportableState
 
-from hf_qknorm.model.adapters import is_adapted
-from hf_qknorm.model.attention import require_patched
-from hf_qknorm.model.knees import NO_NORM, check_gains, knee_of, record_loaded_knee, set_knee
-from hf_qknorm.training.schedule import Schedule
+from hf_qknorm.model.attention import every_norm
+from hf_qknorm.model.knees import NO_NORM, check_norms, knee_of, set_knee
+from hf_qknorm.ops.norms import shown_knee
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them
+logger = logging.getLogger(__name__)
 
 
-class KneeSchedule(Schedule):
+class KneeSchedule(TrainerCallback, ExportableState):
     """Trainer callback: moves the model's knee to `target` over a `share` of the run, by `set_knee`.
 
     Calibrate the model before: the knee starts at its present value. It falls as (1 − done)², which is flat where the
@@ -34,9 +35,12 @@ class KneeSchedule(Schedule):
     the bound of sharp norms while the learning rate is high and opens it as the rate falls, so that `remove_norms` can
     take them off at the end (recipes/results/seat_belt.md).
 
-    Checkpoints during the run can be loaded, and a resumed run continues; gains in 16 bits may then differ by a
-    rounding. `steps`, the length of resumed runs and their log are as in `BlendSchedule`: the knee never moves away
-    from its target.
+    The knee lies in the weights, so that every checkpoint of the run holds its own, under DeepSpeed and FSDP and in an
+    adapter too, and a resumed run continues. The path is fixed when the run begins: the first step, the knee there, and
+    the length in steps, which is a `share` of the run, or `steps` if given. trainer_state.json holds it, so that a
+    resumed run of any length follows the same path. If the arguments differ from the checkpoint's, a new path begins at
+    the present step and knee; `share` and `after` are then parts of the steps left. The knee never moves away from its
+    target.
 
         >>> schedule = qk.KneeSchedule(share=0.5)
         >>> [schedule.at(step, steps=100, start=4.0) for step in (0, 25, 50)]
@@ -45,26 +49,79 @@ class KneeSchedule(Schedule):
 
     Raises ValueError for a `share` that is not in (0, 1], `steps` below 1, an `after` outside of [0, 1) or with which
     the schedule passes the end of the run, and an invalid `target`; when training begins, for a second KneeSchedule, a
-    model with the knee `target`, DeepSpeed, adapters, `load_best_model_at_end`, a checkpoint of a run without a
-    KneeSchedule, and where `set_knee` does.
+    model with the knee `target`, a checkpoint of a run without a KneeSchedule, and where `set_knee` does.
     """
-
-    noun = "knee"
-    settings = ("share", "target", "steps", "after")
 
     def __init__(
         self, share: float = 0.5, target: float = 0.0, steps: int | None = None, *, after: float = 0.0
     ) -> None:
-        super().__init__(share, steps, after)
+        if not 0 < share <= 1:
+            raise ValueError(f"share={share} of the run: expected more than 0 and at most 1")
+        if not 0 <= after < 1 or (steps is None and after + share > 1):
+            raise ValueError(
+                f"after={after} of the run: expected at least 0 and less than 1, and with share={share} at most 1"
+            )
+        if steps is not None and not steps >= 1:
+            raise ValueError(f"steps={steps}: expected the length of the schedule, at least 1, or None to use share")
         if not target >= 0:
             raise ValueError(f"target={target}: expected a knee, a number ≥ 0")
-        self.target = min(target, NO_NORM)
+        self.share, self.steps, self.after, self.target = share, steps, after, min(target, NO_NORM)
+        self.begin = 0  # the path's first step
+        self.start: float | None = None  # the knee at the path's beginning
+        self.length: float | None = None  # of the path, in steps
+        self.value: float | None = None  # the present knee
+        self._asked: float | None = None  # the path's number at the last step
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make an equal schedule."""
+        return {"share": self.share, "target": self.target, "steps": self.steps, "after": self.after}
 
     def at(self, step: int, steps: int, start: float) -> float:
         """The knee before step `step` (the first is 0) of a run of `steps` that begins with the knee `start`."""
-        return self.path(self.done(step, steps), start)
+        return self._path(min(max(step - self.after * steps, 0) / self._length(steps), 1.0), start)
 
-    def path(self, done: float, start: float) -> float:
+    def state(self) -> dict[str, Any]:
+        """The schedule's entry in trainer_state.json."""
+        names = ("begin", "start", "length", "value")
+        return {"args": self.arguments, "attributes": {name: getattr(self, name) for name in names}}
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        model, name = kwargs["model"], type(self).__name__
+        entry: Any = state.stateful_callbacks.get(name)
+        if isinstance(entry, list):
+            raise ValueError(f"got {len(entry)} callbacks of type {name}, expected one")
+        check_norms(every_norm(model))
+        self.value = min(knee_of(model), NO_NORM)
+        if state.global_step:
+            event = self._resume(state, entry)
+        else:
+            event = "begins"
+            if self.value == self.target:
+                raise ValueError(
+                    f"the model's knee is {shown_knee(self.value)}, which is KneeSchedule's target: calibrate the "
+                    "model with another one, as calibrate(model, data, knee=4), or leave the schedule out"
+                )
+            self._begin(0, self.value, state.max_steps)
+        self.on_step_end(args, state, control, **kwargs)
+        state.stateful_callbacks[name] = self.state()  # without an entry, saving raises KeyError
+        if state.is_world_process_zero:
+            self._log(event, state.max_steps)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        assert self.start is not None
+        assert self.length is not None
+        done = min(max(state.global_step - self.begin, 0) / self.length, 1.0)
+        further = min if self.target < self.start else max
+        path = self._path(done, self.start)
+        if path == self._asked:  # to look at the norms waits for a GPU
+            return
+        self._asked = path
+        self.value = further(path, min(knee_of(kwargs["model"]), NO_NORM))
+        set_knee(kwargs["model"], self.value)
+
+    def _path(self, done: float, start: float) -> float:
+        """The knee after the part `done` of the path, from 0 (it is `start`) to 1 (it is `target`)."""
         done = math.floor(LEVELS * done + 1e-9) / LEVELS
         if done in (0, 1):
             return self.target if done else start
@@ -74,46 +131,39 @@ class KneeSchedule(Schedule):
         constant = first + (last - first) * (1 - math.cos(math.pi * done)) / 2
         return constant / (1 - constant)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        _check_run(args, kwargs["model"])
-        super().on_train_begin(args, state, control, **kwargs)
+    def _length(self, steps: int) -> float:
+        return float(self.steps or max(self.share * steps, 1))
 
-    def first(self, model: nn.Module) -> float:
-        start = knee_of(model)
-        if start == self.target:
-            raise ValueError(
-                f"the model's knee is {start:g}, which is KneeSchedule's target: calibrate the model with "
-                "another one, as calibrate(model, data, knee=4), or leave the schedule out"
-            )
-        check_gains(require_patched(model))
-        return start
+    def _begin(self, step: int, start: float, steps: int) -> None:
+        """Fix the path of a schedule that is given at a step, with `steps` of the run ahead."""
+        self.begin, self.length = step + round(self.after * steps), self._length(steps)
+        self.start = start
 
-    def restore(self, model: nn.Module, found: Mapping[str, Any], done: float) -> float:
-        if found.get("start") is None:
+    def _resume(self, state: TrainerState, entry: Mapping[str, Any] | None) -> str:
+        """Follow the path of a checkpoint, or begin another if the arguments differ. Returns the event for the log."""
+        assert self.value is not None
+        if entry is None:
             raise ValueError(
                 "the checkpoint holds no state of one KneeSchedule: its run was trained without. Start a new run "
                 "from its weights instead of resuming, or leave the schedule out"
             )
-        knee = found.get("value", found.get("knee"))  # "knee": older versions
-        if knee == 0 or knee_of(model):  # a model whose knee was ended by hand has none to record
-            record_loaded_knee(model, knee)
-        return knee_of(model)
+        found, before, step = entry["attributes"], entry["args"], state.global_step
+        if changed := {name: value for name, value in self.arguments.items() if value != before[name]}:
+            self._begin(step, self.value, state.max_steps - step)
+            return f"begins again at step {step} ({', '.join(f'{name}={value}' for name, value in changed.items())})"
+        self.begin, self.start, self.length = found["begin"], found["start"], found["length"]
+        kept = "" if self.length == self._length(state.max_steps - self.begin) else " with the length in the checkpoint"
+        return f"continues{kept}"
 
-    def present(self, model: nn.Module) -> float:
-        return knee_of(model)
-
-    put = staticmethod(set_knee)
-
-
-def _check_run(args: TrainingArguments, model: nn.Module) -> None:
-    """Raise ValueError for a run that would not train the rescaled gains, or not save the knee."""
-    if getattr(args, "deepspeed_plugin", None) or getattr(args, "hf_deepspeed_config", None):
-        raise ValueError(
-            "DeepSpeed steps copies of the weights in fp32, and would overwrite the gains that KneeSchedule rescales: "
-            "use DDP or FSDP 2, or set_knee(model, 0) before training"
-        )
-    if is_adapted(model):
-        raise ValueError(
-            "an adapter's checkpoint does not hold the knee of the base model, which KneeSchedule changes: "
-            "set_knee(model, 0) before the adapter is added, and save that model as its base"
-        )
+    def _log(self, event: str, last: int) -> None:
+        """Log what happens in a run that ends at step `last`: a warning, unless it follows from the arguments alone."""
+        assert self.length is not None
+        assert self.value is not None
+        end, usual = math.ceil(self.begin + self.length), event in ("begins", "continues")
+        target = shown_knee(self.target)
+        text = f"is {shown_knee(self.value)} now and {target} from step {end} on"
+        if self.value == self.target:
+            text = f"stays at {target}"
+        elif end > last:
+            usual, text = False, f"{text}, after this run's last step, {last}; `steps` sets another length"
+        logger.log(logging.INFO if usual else logging.WARNING, f"KneeSchedule {event}: the knee {text}")

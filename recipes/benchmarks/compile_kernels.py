@@ -43,7 +43,7 @@ class Case:
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     norm: str = "rms"
-    sharpness: int = 0  # of norms with a knee, which read their ε from memory; 0: without a knee
+    knee: bool = False  # whether norms read their shape from memory
     rotary: float = 1.0  # the part of head_dim that is rotated
     interleaved: bool = False
     softcap: float | None = 50.0
@@ -64,7 +64,7 @@ class Case:
         d = self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
-        norm = Norm(self.norm, None if self.norm == "none" else empty(d), **with_knee(self.sharpness))
+        norm = Norm(self.norm, None if self.norm == "none" else empty(d), **with_knee(self.knee))
         cos = empty(1, t, int(d * self.rotary) // 2)
         rotary = Rotary(cos, cos, self.interleaved) if self.rotary else None
         ranges = torch.zeros(b, t, 2, dtype=torch.int32) if self.ranges else None
@@ -84,7 +84,7 @@ class Step:
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     softcap: float | None = 50.0
-    sharpness: int = 0
+    knee: bool = False
     queries: int = 1
     static: bool = True
 
@@ -95,14 +95,14 @@ class Step:
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
         filled = torch.zeros((), dtype=torch.int64) if self.static else None
         cache = LayerCache(empty(b, hk, s, d), empty(b, hk, s, d), filled)
-        norm, cos = Norm("rms", empty(d), **with_knee(self.sharpness)), empty(1, t, d // 2)
+        norm, cos = Norm("rms", empty(d), **with_knee(self.knee)), empty(1, t, d // 2)
         heads, options = Heads(q, k, v, norm, norm, Rotary(cos, cos)), Options(d**-0.5, self.softcap, causal=True)
         decode_step.forward(heads, cache, Visible(), options)
 
 
-def with_knee(sharpness: int) -> dict[str, Any]:
-    """The ε and sharpness of a norm with a knee; nothing without a sharpness."""
-    return {"eps": torch.ones(()), "sharpness": sharpness} if sharpness else {}
+def with_knee(knee: bool) -> dict[str, Any]:
+    """The shape of a norm as a model has it; one kernel serves all shapes."""
+    return {"knee": torch.ones(3)} if knee else {}
 
 
 RAW = {"norm": "none", "rotary": 0.0}
@@ -110,8 +110,8 @@ PLAIN = RAW | {"softcap": None}
 CASES = {
     **{f"capped {d}": Case(d) for d in (256, 192, 128, 96, 80, 64)},
     **{f"uncapped {d}": Case(d, softcap=None) for d in (256, 128, 64)},
-    **{f"knee {d}, sharpness {s}": Case(d, softcap=None, sharpness=s) for d in (128, 64) for s in (1, 8)},
-    "knee, layer": Case(64, norm="layer", sharpness=4),
+    **{f"knee {d}": Case(d, softcap=None, knee=True) for d in (128, 64)},
+    "knee, layer": Case(64, norm="layer", knee=True),
     **{f"fp32 {d}": Case(d, torch.float32, **PLAIN) for d in (256, 128)},
     "fp32, tf32": Case(64, torch.float32, **PLAIN, tf32=True),
     "fp16": Case(dtype=torch.float16, **RAW),
@@ -120,7 +120,7 @@ CASES = {
     "interleaved": Case(96, interleaved=True, softcap=None),
     "partial": Case(80, norm="layer", rotary=0.4, softcap=None),
     "lp": Case(64, norm="lp", softcap=None),
-    "lp, knee": Case(64, norm="lp", softcap=None, sharpness=8),
+    "lp, knee": Case(64, norm="lp", softcap=None, knee=True),
     "ranges": Case(**PLAIN, ranges=True),
     "window": Case(**PLAIN, window=256, sinks=True),
     **{f"dropout {d}": Case(d, **PLAIN, dropout=0.1) for d in (128, 64)},
@@ -132,7 +132,7 @@ CASES = {
     "gluon, fp16": Case(dtype=torch.float16, **RAW, gluon=True),
     **{f"step {d}": Step(d) for d in (256, 128, 64)},
     "step, uncapped": Step(softcap=None),
-    "step, knee": Step(sharpness=8),
+    "step, knee": Step(knee=True),
     "step, dynamic cache": Step(static=False),
     "step, fp32": Step(dtype=torch.float32),
     "steps": Step(queries=20),

@@ -97,7 +97,7 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
         bound.apply_defaults()
         constants = {p.name: bound.arguments[p.name] for p in self.params if p.is_constexpr}
         norms = [value for value in bound.arguments.values() if isinstance(value, NormArguments)]
-        constants["KNEE"] = any(norm.stored_eps is not None for norm in norms)
+        constants["KNEE"] = any(norm.knee is not None for norm in norms)
         loops = constants_of_loops(constants)
         try:
             compiled = run(self, *arguments, grid=grid, warmup=True, **options)

@@ -23,6 +23,7 @@ from hf_qknorm import calibrate, logit_statistics, patch_model, remove_norms, se
 from hf_qknorm.demo.training import byte_tokenizer, mean_loss
 from hf_qknorm.files.atomic_io import new_folder, replace_file, replace_text
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
+from hf_qknorm.model.knees import knee_of
 
 FAULTS = ("noise", "rate")  # one batch of random tokens; the rate doubled for five steps
 DOUBLED = 5
@@ -135,7 +136,7 @@ class Run:
     def train(self, batches: list[Tensor], judging: list[Tensor], state: Path, end: float) -> Row | None:
         """Take the steps; at the time `end` store the run in `state` and return None."""
         schedule = self.arm.schedule
-        knee = self.model.config.scheme.knee if schedule else 0.0
+        knee = knee_of(self.model) if schedule else 0.0
         first = self._resume(state)
         for step, batch in enumerate(batches[first:], first):
             if schedule:
@@ -206,7 +207,7 @@ class Run:
             return 0
         stored = torch.load(state, map_location=self.model.device, weights_only=True)
         if self.arm.schedule:
-            knee = self.arm.schedule.at(stored["step"], self.size.steps, self.model.config.scheme.knee)
+            knee = self.arm.schedule.at(stored["step"], self.size.steps, knee_of(self.model))
             set_knee(self.model, knee)
         self.model.load_state_dict(stored["model"])
         self.optimizer.load_state_dict(stored["optimizer"])

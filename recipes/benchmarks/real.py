@@ -44,6 +44,7 @@ from transformers import AutoModelForCausalLM
 from hf_qknorm import Scheme, add_standalone, calibrate, logit_statistics, patch_model
 from hf_qknorm.measure.text import context_length, load_text
 from hf_qknorm.model.install import as_unpatched
+from hf_qknorm.model.knees import knee_of
 
 CALIBRATED, LONG_ROWS, PROMPT, NEW, BATCH = 20, 2, 32, 64, 25
 EDGES = (512, 1024, 2048, 4096, 8192)
@@ -51,14 +52,15 @@ EDGES = (512, 1024, 2048, 4096, 8192)
 
 @dataclass(frozen=True)
 class Way:
-    """A conversion: the scheme, the knee if it is not searched, and the dtype of the weights."""
+    """A conversion: the scheme, knee and sharpness if they are not the default, and the dtype of the weights."""
 
     scheme: str | Scheme | None  # None: the unpatched model
     knee: float | None = None
     dtype: torch.dtype = torch.float32
+    sharpness: float | None = None
 
 
-KNEES = {f"qk_norm, knee {k:g}": Way(Scheme(q="rms", k="rms", sharpness=8), k) for k in (0.5, 1, 1.5, 2, 4)}
+KNEES = {f"qk_norm, knee {k:g}": Way("qk_norm", k, sharpness=8.0) for k in (0.5, 1, 1.4, 2, 4)}
 SCHEMES = ("qk_norm", "qk_norm_cap", "qkv_norm", "q_norm", "soft_cap", "henry", "lp")
 WAYS = {
     **{name: Way(name) for name in SCHEMES},
@@ -105,7 +107,7 @@ class Comparison(Story):
         if model.config.scheme.norms:
             text = load_text(self.source)
             data = self.sequences(text[: int(len(text) * 0.9)], CALIBRATED if self.full else 4)
-            calibrate(model, data, knee=way.knee)
+            calibrate(model, data, knee=way.knee, sharpness=way.sharpness)
         return model
 
     def kept_by(self, name: str) -> Row:
@@ -113,7 +115,7 @@ class Comparison(Story):
         model = self.model(name)
         if model.dtype != self.dtype:
             self.kept, self.dtype = {}, model.dtype
-        return self.compared(model) | {"knee": model.config.scheme.knee}
+        return self.compared(model) | {"knee": round(knee_of(model), 2)}
 
     def own_logit(self) -> Row:
         with logit_statistics(model := self.model("unpatched")) as seen, torch.no_grad():

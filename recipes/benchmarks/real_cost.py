@@ -22,7 +22,6 @@ import re
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,9 +35,10 @@ from run_log import Row, Runs, provenance
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import Scheme, calibrate, patch_model
+from hf_qknorm import calibrate, patch_model
 from hf_qknorm.demo.training import mean_loss
 from hf_qknorm.measure.text import load_text, tokenize
+from hf_qknorm.model.attention import every_norm
 from hf_qknorm_command import main as command
 
 PLAIN, SCHEMES = "unpatched", ("qk_norm", "qk_norm_cap")
@@ -48,9 +48,12 @@ MIB = 2**20
 
 
 def load(checkpoint: str, name: str = PLAIN) -> Any:
-    """The model in fp32; the converted ones have gains of 1, which take the same time as calibrated ones."""
+    """The model in fp32; the converted ones have gains of 1, and norms as sharp as calibrated ones."""
     model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    return model if name == PLAIN else patch_model(model, replace(Scheme.of(name), knee=3.0, sharpness=8))
+    if name != PLAIN:
+        for norm in every_norm(patch_model(model, name)):
+            norm.set_shape(norm.rounded(3.0, 1.0, 8.0))
+    return model
 
 
 def one_pass(checkpoint: str, text: str, tokens: int) -> None:

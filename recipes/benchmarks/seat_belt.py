@@ -38,7 +38,7 @@ from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 
 ARMS = ("unpatched", "kept", "KneeSchedule")
 OPENING = KneeSchedule(0.25, math.inf, after=0.75)
-KNEE, SCHEME = 3.0, Scheme(q="rms", k="rms", sharpness=8)
+KNEE, SCHEME = 2.0**1.5, Scheme(q="rms", k="rms")
 STEPS, WARMUP, BATCH, LENGTH = 300, 30, 4, 128
 LOOK = 25  # steps between two measurements of the largest logit
 COST = 0.005  # nats that a removal may cost
@@ -76,7 +76,8 @@ def run_one(texts: Texts, arm: str, rate: float, seed: int) -> Row:
     model: Any = AutoModelForCausalLM.from_pretrained(texts.checkpoint)
     model.eval()
     if arm != "unpatched":
-        calibrate(patch_model(model, SCHEME), [{"input_ids": x} for x in texts.batches(24, seed=1)], knee=KNEE)
+        data = [{"input_ids": x} for x in texts.batches(24, seed=1)]
+        calibrate(patch_model(model, SCHEME), data, knee=KNEE, sharpness=8)
     logits = []
 
     def each_step(step: int) -> None:

@@ -37,6 +37,7 @@ from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.predictions import loss_of, predictions
 from hf_qknorm.measure.text import context_length, load_text, tokenize
 from hf_qknorm.model.install import as_unpatched
+from hf_qknorm.model.knees import knee_of
 
 DEFAULTS = ("qk_norm", "qk_norm_cap")
 LENGTH, LONG, WINDOW, CALIBRATED, JUDGED = 512, 2048, 256, 20, 6
@@ -89,7 +90,7 @@ class Story:
         model: Any = patch_model(AutoModelForCausalLM.from_pretrained(self.checkpoint).eval(), scheme)
         text = load_text(self.source)
         calibrate(model, self.sequences(text[: int(len(text) * 0.9)], CALIBRATED))
-        row = self.compared(model) | {"knee": model.config.scheme.knee, "long": round(self.worst_positions(model), 5)}
+        row = self.compared(model) | {"knee": round(knee_of(model), 2), "long": round(self.worst_positions(model), 5)}
         if scheme == "qk_norm":
             held_out = self.judging["held-out"]
             with as_unpatched(model):

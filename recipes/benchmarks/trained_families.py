@@ -96,7 +96,7 @@ def run_one(text: str, settings: Row) -> Row:
         )
         before, after = predictions(model, [{"input_ids": batch} for batch in judging])
         found[scheme] = {
-            "fresh": round(report.fresh_loss - report.base_loss, 4), "knee": model.config.scheme.knee,
+            "fresh": round(report.fresh_loss - report.base_loss, 4), "knee": round(report.knee, 2),
             "bound": round(worst_bound(model) or 0.0, 1),
             "rise": round(after.loss - before.loss, 5), "kl": round(after.kl, 5)
         }  # fmt: skip

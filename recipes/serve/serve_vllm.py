@@ -46,7 +46,7 @@ GPT2: dict[str, Any] = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions":
 Case = tuple[str, dict[str, Any], Any]  # a model type, its settings beside `TINY`, a scheme
 EXPORTED = {"Llama, exported as Qwen3": False, "Llama, norms taken off": True}  # whether norms end; vLLM's own models
 SERVED: dict[str, Case] = {
-    "Llama, qk_norm": ("llama", {}, qk.Scheme(q="rms", k="rms", knee=16.0)),
+    "Llama, qk_norm": ("llama", {}, qk.Scheme(q="rms", k="rms")),
     "Llama, qk_norm, sharp": ("llama", {}, "qk_norm"),
     "Llama, qk_norm_cap, sharp": ("llama", {}, qk.Scheme(q="rms", k="rms", softcap=5.0)),
     "Llama, soft_cap": ("llama", {}, qk.Scheme(softcap=5.0)),

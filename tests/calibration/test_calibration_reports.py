@@ -85,8 +85,8 @@ def test_reports_have_statistics_before_and_after_and_gains():
 
 def test_reports_have_bounds_and_shares_beyond_the_knee():
     batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
-    model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms", knee=1.0))
-    report = calibrate(model, batches, method="moments")
+    model = patch_model(tiny_model("llama", initializer_range=0.2), Scheme(q="rms", k="rms"))
+    report = calibrate(model, batches, knee=1.0)
     after = evaluate(model, divided(batches, *HELD_OUT)[1], 50.0, compared=False).after
     for name, layer in patched_layers(model).items():
         got = report.layers[name]

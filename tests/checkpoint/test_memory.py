@@ -25,7 +25,7 @@ from qknorm_tests.folders import contents, save, save_with_tokenizer
 from qknorm_tests.tables import sharp_model
 from qknorm_tests.tiny import tiny_model
 
-KNEE = Scheme(q="rms", k="rms", knee=4)
+KNEE = Scheme(q="rms", k="rms")
 BATCHES = [torch.randint(3, 60, (1, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(9)]
 
 

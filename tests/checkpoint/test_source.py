@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model, plan_conversion
@@ -20,7 +21,7 @@ from hf_qknorm.checkpoint.safetensors_files import INDEX, SINGLE
 from hf_qknorm.checkpoint.source import open_source
 from hf_qknorm.hub.upload_files import open_checkpoint, upload_files
 from qknorm_tests.folders import configure, contents, edit, loaded, logits, save
-from qknorm_tests.kneed import as_older, kneed
+from qknorm_tests.kneed import kneed
 from qknorm_tests.tables import as_loaded, sharp_model
 
 MODELS = {"single": {}, "sharded": {"max_shard_size": "60KB"}}
@@ -206,48 +207,17 @@ def test_weights_without_permission_are_not_called_corrupted(tmp_path, monkeypat
         convert_checkpoint(source, tmp_path / "out")
 
 
-Q_EPS = "model.layers.1.self_attn.q_norm.eps"
-
-
-def setting(folder: Path, name: str) -> Any:
-    return json.loads((folder / "config.json").read_text())[name]
-
-
-CONTRADICTIONS: dict[str, Callable[[Path], object]] = {
-    "knee": lambda f: configure(f, qk_norm=setting(f, "qk_norm") | {"knee": 400.0}),
-    "powers": lambda f: configure(
-        f, qk_norm_powers={layer: dict.fromkeys(norms, 9.0) for layer, norms in setting(f, "qk_norm_powers").items()}
-    ),
-    "eps": lambda f: edit(f, lambda weights: weights[Q_EPS].mul_(1.5)),
-}
-
-
-@pytest.mark.parametrize("change", CONTRADICTIONS)
-def test_a_stored_eps_that_the_config_does_not_give_is_refused(change, tmp_path):
-    source = save(kneed(), tmp_path / "source")
-    CONTRADICTIONS[change](source)
-    message = rf"{SINGLE}: model.layers.\d.self_attn.q_norm.eps is .* in the weights, and .* by the knee and the qk_no"
-    with pytest.raises(ValueError, match=message):
-        export_native(source, tmp_path / "out")
-    with pytest.raises(ValueError, match=message), open_checkpoint(source):
-        pass
-    assert os.listdir(tmp_path) == ["source"]
-
-
-KNEED: dict[str, Callable[[Path], object]] = {
-    "llama": lambda f: save(kneed(), f),
-    "gpt2": lambda f: save(kneed("layer"), f),
-    "without a head": lambda f: save(kneed().base_model, f),
-    "rounded": lambda f: edit(save(kneed(), f), lambda weights: weights.update({Q_EPS: weights[Q_EPS].half()})),
-    "older": lambda f: as_older(save(kneed(), f)),
-}
-
-
-@pytest.mark.parametrize("made", KNEED)
-def test_a_stored_eps_of_the_config_is_taken(made, tmp_path):
-    KNEED[made](tmp_path / "source")
-    with open_source(tmp_path / "source") as source:
-        assert any(name.endswith(".eps") for name in source.weights.stored)
+@pytest.mark.parametrize("made", ["rms", "layer"])
+def test_knees_are_checked(made, tmp_path):
+    folder = save(kneed(made), tmp_path / "source")
+    with open_source(folder) as source:
+        source.check_gains()
+    name = next(name for name in load_file(folder / SINGLE) if name.endswith("q_norm.knee"))
+    edit(folder, lambda weights: weights[name][2:].fill_(0.0))
+    with (
+        pytest.raises(ValueError, match=rf"{name} is .*, expected three finite numbers"),
+        open_source(folder) as source,
+    ):
         source.check_gains()
 
 

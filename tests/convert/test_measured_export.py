@@ -16,7 +16,7 @@ from hf_qknorm.convert.remeasure import export_measured
 from hf_qknorm.measure.predictions import loss_of
 
 TEXT = "Long ago, a small model of language was asked to forget its norms. " * 40
-SHARP = Scheme(q="rms", k="rms", sharpness=8)
+SHARP = Scheme(q="rms", k="rms")
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def converted(llama: Path, scheme: Scheme, knee: float, dtype: torch.dtype = tor
     """A patched and calibrated checkpoint with a tokenizer."""
     folder, tokenizer = llama.parent / "converted", AutoTokenizer.from_pretrained(llama)
     model = patch_model(AutoModelForCausalLM.from_pretrained(llama), scheme)
-    calibrate(model, [TEXT], tokenizer=tokenizer, length=64, knee=knee)
+    calibrate(model, [TEXT], tokenizer=tokenizer, length=64, knee=knee, sharpness=8)
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -69,7 +69,7 @@ def test_a_rise_above_the_limit_writes_nothing(llama, corpus, capsys):
 
 
 def test_a_cap_stays(llama, corpus):
-    folder = converted(llama, Scheme(q="rms", k="rms", softcap=30.0, sharpness=8), 2.0)
+    folder = converted(llama, Scheme(q="rms", k="rms", softcap=30.0), 2.0)
     found = export_measured(folder, folder.parent / "plain", corpus)
     assert found.export.architecture == "VaultGemmaForCausalLM"
     assert found.after == pytest.approx(found.before, abs=0.05)
@@ -80,7 +80,7 @@ def test_what_is_exported_without_a_text_is_measured_too(scheme, llama, corpus):
     folder, tokenizer = llama.parent / "converted", AutoTokenizer.from_pretrained(llama)
     model = patch_model(AutoModelForCausalLM.from_pretrained(llama), scheme)
     if scheme.norms:
-        calibrate(model, [TEXT], tokenizer=tokenizer, length=64, knee=2.0)
+        calibrate(model, [TEXT], tokenizer=tokenizer, length=64, knee=2.0, sharpness=8)
         set_knee(model, math.inf)
     for saved in (model, tokenizer):
         saved.save_pretrained(folder)
@@ -93,7 +93,7 @@ def test_what_is_exported_without_a_text_is_measured_too(scheme, llama, corpus):
 
 def test_plain_norms_and_options_without_a_text_are_refused(llama, corpus, capsys):
     folder, out = converted(llama, SHARP, 0.0), llama.parent / "plain"
-    with pytest.raises(ValueError, match="this model has no knee to change"):
+    with pytest.raises(ValueError, match="hold no mean length"):
         export_measured(folder, out, corpus)
     folder.parent.joinpath("taken").mkdir()
     folder.parent.joinpath("taken", "notes.txt").touch()

@@ -18,15 +18,22 @@ from hf_qknorm import Scheme, calibrate, convert_checkpoint, export_native, patc
 from hf_qknorm.calibration.knees import EXPORT_KNEE
 from hf_qknorm.export.ways import serving_ways
 from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.ops.cpu import norm_rope
 from qknorm_tests.tables import make_batch, sharp_model
 
 MODELS: dict[str, tuple[dict[str, Any], Scheme]] = {
     "llama": (EPS | {"attention_bias": True, "head_dim": 32}, RMS),
     "qwen2": ({"use_sliding_window": False, "rms_norm_eps": 1e-5}, RMS),
-    "mistral": ({}, replace(RMS, knee=4.0)),
+    "mistral": ({}, RMS),
     "phi3": ({"sliding_window": None}, RMS),
     "mixtral": ({}, RMS),
 }
+
+
+@pytest.fixture(autouse=True)
+def without_kernels(monkeypatch):
+    """C++ sums a row's squares in another order than Qwen 3's norms."""
+    monkeypatch.setattr(norm_rope, "why_not", lambda heads: "compared by bits")
 
 
 def texts() -> list[Tensor]:
@@ -37,13 +44,15 @@ def texts() -> list[Tensor]:
 def test_the_export_has_the_same_bits(tmp_path, model_type):
     settings, scheme = MODELS[model_type]
     model = patch_model(sharp_model(model_type, **settings), scheme)
-    calibrate(model, texts(), exportable=True)
-    assert model.config.scheme.knee == (scheme.knee or EXPORT_KNEE)
+    report = calibrate(model, texts(), exportable=True)
+    assert (report.knee, report.sharpness) == (EXPORT_KNEE, 1)
+    assert report.scheme.eps == model.config.scheme.eps == model.config.rms_norm_eps
     for layer in patched_layers(model).values():
         for norm in head_norms(layer).values():
-            power = math.log(float(norm.eps) / model.config.rms_norm_eps, 4)
+            power = math.log(norm.epsilon / model.config.rms_norm_eps, 4)
             assert power == pytest.approx(round(power), abs=1e-6)
             assert power > 0
+            assert norm.shape.power == 0  # the gains carry the length
     model.save_pretrained(tmp_path / "ours")
     report = export_native(tmp_path / "ours", tmp_path / "theirs")
     assert "do not train it with Adam" in str(report)
@@ -127,7 +136,6 @@ def test_k_quants_hold_the_projections_of_a_knee(tmp_path, shared):
     [
         (RMS, "auto", "knee=auto is not exportable: expected a number above 0, as knee=16"),
         (RMS, 0.0, "knee=0.0 is not exportable"),
-        (replace(RMS, sharpness=8), None, "the sharpness of 8 would be lost"),
         (replace(RMS, softcap=50.0), 4.0, r"norms \(q=rms, k=rms\) or the cap of 50 would be lost"),
         (replace(RMS, gain="per_head"), None, "gains per head would be lost"),
     ],
@@ -137,6 +145,20 @@ def test_what_has_no_native_counterpart_is_refused_before_the_pass(scheme, knee,
     with pytest.raises(ValueError, match=message):
         calibrate(model, texts(), knee=knee, exportable=True)
     assert model.config.scheme == scheme
+
+
+def test_a_sharp_export_is_refused():
+    model = patch_model(sharp_model("llama", **EPS), RMS)
+    with pytest.raises(ValueError, match="sharpness=8: expected 1 with exportable"):
+        calibrate(model, texts(), exportable=True, sharpness=8)
+
+
+def test_a_failed_calibration_restores_eps():
+    model = patch_model(sharp_model("llama", rms_norm_eps=1e-5), RMS)
+    with pytest.raises(ValueError, match="the loss rises"):
+        calibrate(model, texts(), exportable=True, max_loss_increase=-9.0)
+    assert model.config.scheme == RMS
+    assert {norm.eps for layer in patched_layers(model).values() for norm in head_norms(layer).values()} == {1e-6}
 
 
 def test_a_conversion_without_text_is_refused(tmp_path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from transformers import AutoModelForSequenceClassification
 from hf_qknorm import Scheme, export_native, patch_model
 from hf_qknorm.export.targets import TARGETS
 from qknorm_tests.folders import configure, edit
-from qknorm_tests.kneed import as_older
 from qknorm_tests.tables import sharp_model
 
 SECOND = "model.layers.1"
@@ -70,21 +68,19 @@ def test_tensors_that_the_patched_model_ignores_are_copied(tmp_path):
     assert "notes" in load_file(tmp_path / "theirs" / "model.safetensors")
 
 
-@pytest.mark.parametrize("eps", [0.0, -1.0, float("nan")])
-def test_an_impossible_knee_is_refused_by_name(eps, tmp_path):
-    save_patched(tmp_path / "ours", "llama", EPS, replace(RMS, knee=4.0))
-    as_older(tmp_path / "ours")
-    name = f"{SECOND}.self_attn.k_norm.eps"
-    edit(tmp_path / "ours", lambda t: t.update({name: torch.tensor(eps)}))
-    message = "holds NaN" if eps != eps else f"is {eps:g}, expected a finite number ≥ 1e-06, the scheme's eps"
+@pytest.mark.parametrize("sharpness", [0.0, -1.0, float("nan")])
+def test_an_impossible_knee_is_refused_by_name(sharpness, tmp_path):
+    save_patched(tmp_path / "ours", "llama", EPS, RMS, knee=4.0)
+    name = f"{SECOND}.self_attn.k_norm.knee"
+    edit(tmp_path / "ours", lambda t: t[name][2:].fill_(sharpness))
+    message = "holds NaN" if sharpness != sharpness else "is .* expected three finite numbers, the last at least 1"
     with pytest.raises(ValueError, match=f"model.safetensors: {name} {message}"):
         export_native(tmp_path / "ours", tmp_path / "theirs")
 
 
-def test_an_older_checkpoint_without_an_eps_is_refused(tmp_path):
-    save_patched(tmp_path / "ours", "llama", EPS, replace(RMS, knee=4.0))
-    as_older(tmp_path / "ours")
-    name = f"{SECOND}.self_attn.k_norm.eps"
+def test_a_checkpoint_without_a_knee_is_refused(tmp_path):
+    save_patched(tmp_path / "ours", "llama", EPS, RMS)
+    name = f"{SECOND}.self_attn.k_norm.knee"
     edit(tmp_path / "ours", lambda t: t.pop(name))
     with pytest.raises(ValueError, match=f"model.safetensors: {name} is not there, expected"):
         export_native(tmp_path / "ours", tmp_path / "theirs")
@@ -99,13 +95,6 @@ def test_a_factor_that_no_dtype_can_hold_is_refused(tmp_path):
 
 # Model type, settings, scheme, and the message of the refusal.
 REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, str]] = {
-    **{
-        f"{model_type}-knee": (
-            model_type, {}, replace(LAYER if model_type == "gpt_neox" else RMS, knee=4.0, sharpness=8),
-            f"{targets[0].model_type} would be its counterpart, but the sharpness of 8 would be lost: .*--knee 16",
-        )
-        for model_type, targets in TARGETS.items()
-    },
     "cap-and-norms": ("llama", EPS, "qk_norm_cap", r"k=rms\) or the cap of 50 would be lost: .* a llama with norms"),
     "gemma2-own-cap": ("gemma2", {}, "qk_norm", r"k=rms\) or the cap of 50 would be lost: .* a gemma2 with norms"),
     "values": ("llama", EPS, "qkv_norm", "the norm of the values would be lost: convert with"),
@@ -173,10 +162,7 @@ def test_only_complete_patched_causal_models_are_exported(tmp_path):
     model = save_patched(tmp_path / "ours", *CASES["llama"][:3])
     with pytest.raises(FileExistsError, match="is the source, or contains it"):
         export_native(tmp_path / "ours", tmp_path / "ours", overwrite=True)
-    configure(tmp_path / "ours", qk_norm_blend={"norms": True, "softcap": None})
-    with pytest.raises(ValueError, match="during a blend"):
-        export_native(tmp_path / "ours", tmp_path / "out")
-    configure(tmp_path / "ours", qk_norm_blend=None, quantization_config={"quant_method": "fp8"})
+    configure(tmp_path / "ours", quantization_config={"quant_method": "fp8"})
     with pytest.raises(ValueError, match="is quantised"):
         export_native(tmp_path / "ours", tmp_path / "out")
     classifier = AutoModelForSequenceClassification.from_config(model.config)
@@ -186,10 +172,18 @@ def test_only_complete_patched_causal_models_are_exported(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_an_eps_of_another_shape(tmp_path):
-    patch_model(sharp_model("llama"), replace(RMS, knee=4.0)).save_pretrained(tmp_path / "ours")
-    name = "model.layers.0.self_attn.k_norm.eps"
+def test_a_knee_of_another_shape(tmp_path):
+    patch_model(sharp_model("llama"), RMS).save_pretrained(tmp_path / "ours")
+    name = "model.layers.0.self_attn.k_norm.knee"
     edit(tmp_path / "ours", lambda tensors: tensors.update({name: tensors[name][None]}))
-    with pytest.raises(ValueError, match=rf"{name} has shape \[1\], expected \[\]"):
+    with pytest.raises(ValueError, match=rf"{name}' has shape \[1, 3\], expected \[3\]"):
         export_native(tmp_path / "ours", tmp_path / "plain")
     assert not (tmp_path / "plain").exists()
+
+
+@pytest.mark.parametrize("model_type", TARGETS)
+def test_a_sharpness_is_not_lost(model_type, tmp_path):
+    save_patched(tmp_path / "ours", model_type, {}, LAYER if model_type == "gpt_neox" else RMS, knee=4.0, sharpness=8.0)
+    with pytest.raises(ValueError, match="the sharpness of 8 would be lost: .*--knee 16"):
+        export_native(tmp_path / "ours", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()

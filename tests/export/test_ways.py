@@ -22,10 +22,17 @@ from qknorm_tests.tiny import tiny_model
 
 CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
     "llama": ("llama", EPS, RMS),
-    "llama, a knee": ("llama", EPS, replace(RMS, knee=16.0)),
-    "llama, sharp": ("llama", EPS, replace(RMS, knee=3.0, sharpness=8)),
-    "llama, norms and a cap": ("llama", EPS, replace(RMS, knee=3.0, sharpness=8, softcap=50.0)),
+    "llama, a knee": ("llama", EPS, RMS),
+    "llama, sharp": ("llama", EPS, RMS),
+    "llama, norms and a cap": ("llama", EPS, replace(RMS, softcap=50.0)),
     "llama, a cap": ("llama", EPS, Scheme(softcap=50.0)),
+}
+
+
+KNEES: dict[str, dict[str, float]] = {
+    "llama, a knee": {"knee": 16.0},
+    "llama, sharp": {"knee": 3.0, "sharpness": 8.0},
+    "llama, norms and a cap": {"knee": 3.0, "sharpness": 8.0},
 }
 
 
@@ -36,7 +43,7 @@ def ways_of(folder: Path) -> dict[str, Way]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_ways_are_those_that_the_export_takes(tmp_path, case):
     model_type, settings, scheme = CASES[case]
-    save_patched(tmp_path / "ours", model_type, settings, scheme)
+    save_patched(tmp_path / "ours", model_type, settings, scheme, **KNEES.get(case, {}))
     found = [way for way in serving_ways(tmp_path / "ours") if way.name.startswith("any engine")]
     assert len(found) == (2 if scheme.norms else 1)
     for end, way in enumerate(found):
@@ -53,7 +60,7 @@ def test_the_ways_are_those_that_the_export_takes(tmp_path, case):
 def test_what_an_engine_drops_is_refused(tmp_path):
     lost = {}
     for name in ("llama", "llama, a cap"):
-        save_patched(tmp_path / name, *CASES[name])
+        save_patched(tmp_path / name, *CASES[name], **KNEES.get(name, {}))
         qk.add_standalone(tmp_path / name)
         ways = ways_of(tmp_path / name)
         lost[name] = {x for x in ("transformers, batched", "vLLM") if ways[x].command is None}
@@ -72,7 +79,7 @@ def test_code_of_the_checkpoint_is_named_where_there_is_some(tmp_path):
 
 
 def test_the_command_lists_them(tmp_path, capsys):
-    save_patched(tmp_path / "ours", *CASES["llama, sharp"])
+    save_patched(tmp_path / "ours", *CASES["llama, sharp"], **KNEES["llama, sharp"])
     assert main(["export", str(tmp_path / "ours")]) == 0
     printed = capsys.readouterr().out
     assert f"hf-qknorm export {tmp_path / 'ours'} DST --texts TEXT" in printed
@@ -85,7 +92,7 @@ def test_the_command_lists_them(tmp_path, capsys):
 
 def test_a_path_in_a_command_is_quoted(tmp_path):
     folder = tmp_path / "our model's"
-    save_patched(folder, *CASES["llama, a knee"])
+    save_patched(folder, *CASES["llama, a knee"], **KNEES["llama, a knee"])
     qk.add_standalone(folder)
     commands = [way.command for way in serving_ways(folder) if way.command and "our" in way.command]
     assert len(commands) == 3

@@ -94,7 +94,7 @@ def test_norm_and_cap(model_type, tmp_path):
     """Every new parameter trains; it saves and loads, generates the same with a cache, and is unpatched."""
     model, batch = made(model_type), batch_for(model_type)
     before, expected = fingerprint(model), step(model, batch)
-    randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], softcap=2.0, knee=4.0)))
+    randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], softcap=2.0)), knee=4.0)
     result = step(model, batch)
     added = result.keys() - expected.keys()
     assert len(added) == len([n for n, _ in model.named_parameters() if "q_norm" in n or "k_norm" in n])

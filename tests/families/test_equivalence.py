@@ -16,6 +16,8 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import Shape
 from qknorm_tests.error_budget import assert_within_budget, error
 from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import TINY
@@ -55,18 +57,20 @@ def gradients(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[
 
 @pytest.mark.parametrize(
     ("twin", "backend", "knee"),
-    [*((twin, backend, 0.0) for twin in QWEN3_TWINS for backend in ("sdpa", "eager")), ("llama", "eager", 4.0)],
+    [*((twin, backend, 0.0) for twin in QWEN3_TWINS for backend in ("sdpa", "eager")), ("llama", "eager", 16.0)],
 )
 def test_qk_norm_is_qwen3(twin, backend, knee):
     """With a knee it is Qwen 3 with an ε of their own in each of its norms."""
     model_type, settings, qwen_settings = QWEN3_TWINS[twin]
     patched = sharp_model(model_type, rms_norm_eps=EPS, rope_parameters=ROPE, **settings)
-    randomise(patch_model(patched, Scheme(q="rms", k="rms", eps=EPS, knee=knee), attn_implementation=backend))
+    randomise(patch_model(patched, Scheme(q="rms", k="rms", eps=EPS), attn_implementation=backend))
+    for i, norm in enumerate(module for module in patched.modules() if isinstance(module, HeadNorm) and knee):
+        norm.set_shape(Shape(knee + i))
     config = Qwen3Config(**TINY | {"rms_norm_eps": EPS, "rope_parameters": ROPE} | qwen_settings)
     qwen = Qwen3ForCausalLM._from_config(config, attn_implementation=backend).eval()
     weights = patched.state_dict()
-    for name in [name for name in weights if name.endswith("_norm.eps")]:
-        qwen.get_submodule(name.removesuffix(".eps")).variance_epsilon = float(weights.pop(name))
+    for name in [name for name in weights if name.endswith("_norm.knee")]:
+        qwen.get_submodule(name.removesuffix(".knee")).variance_epsilon = EPS * 2 ** float(weights.pop(name)[0])
     loaded = qwen.load_state_dict(weights, strict=False)
     assert not loaded.unexpected_keys
     for name in loaded.missing_keys:  # only Qwen 3's output projection has a bias then

@@ -92,7 +92,7 @@ def test_norm_and_cap(model_type, tmp_path: Path):
     """Every new parameter trains; the steps of a generation are those of the whole text; it saves and loads."""
     model, batch = made(model_type), batch_for(model_type)
     expected = step(model, batch)
-    randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], softcap=2.0, knee=4.0)))
+    randomise(patch_model(model, replace(SCHEMES["qk_norm_cap"], softcap=2.0)), knee=4.0)
     result = step(model, batch)
     added = result.keys() - expected.keys()
     assert added

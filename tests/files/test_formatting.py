@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_qknorm import BlendSchedule, Scheme, calibrate, convert_checkpoint, patch_model, push_to_hub
+from hf_qknorm import Scheme, calibrate, convert_checkpoint, patch_model, push_to_hub
 from hf_qknorm.checkpoint.memory import parse_size
 from hf_qknorm.files.formatting import MOST, shorten
 from qknorm_tests.tiny import tiny_model
@@ -40,7 +40,6 @@ CALLS: dict[str, Callable[[], Any]] = {
     "tower": lambda: patched(tower=LONG),
     "method": lambda: calibrate(patched(), [torch.arange(3, 35)[None]], LONG),
     "knee": lambda: calibrate(patched(), [torch.arange(3, 35)[None]], knee=LONG),
-    "shape": lambda: BlendSchedule(shape=LONG),
     "memory": lambda: parse_size(10**5000),
     "converted": lambda: convert_checkpoint("in", "out", LONG),
     "repository": lambda: push_to_hub(patched(), LONG),

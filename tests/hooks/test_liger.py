@@ -144,7 +144,7 @@ def test_ligers_function_for_a_whole_class_before_patching_or_after(model_type, 
 SCHEMES = [
     *("soft_cap", "qk_norm", "qkv_norm", "q_norm", "henry", "lp", "none"),
     Scheme(q="rms", k="rms", gain="none"),
-    Scheme(q="layer", k="layer", v="layer", knee=2.0),
+    Scheme(q="layer", k="layer", v="layer"),
 ]
 
 

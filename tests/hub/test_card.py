@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
 from hf_qknorm.hub.card import render_card, write_card
 from hf_qknorm.hub.card_plots import draw_report
-from hf_qknorm.model.knees import NO_NORM
 from qknorm_tests.card_cases import REPORT, checkpoint, edit, front
 from qknorm_tests.covering import covering
 from qknorm_tests.folders import save_with_tokenizer
@@ -111,9 +109,6 @@ def test_the_export_is_mentioned_if_there_is_one(tmp_path, scheme, native):
 
 
 def test_the_export_is_offered_with_the_limits_that_it_has(tmp_path):
-    ended = patch_model(tiny_model("llama"), replace(SCHEMES["qk_norm"], knee=NO_NORM))
-    ended.save_pretrained(tmp_path / "ended")
-    assert "a plain qwen3" not in render_card(tmp_path / "ended")  # the export folds the norms, and is a Llama
     model = patch_model(tiny_model("llama"), "soft_cap")
     model.bfloat16().save_pretrained(tmp_path / "short")
     text = render_card(tmp_path / "short")

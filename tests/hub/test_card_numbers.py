@@ -66,8 +66,8 @@ def test_a_card_has_the_numbers_of_the_report(tmp_path):
 
 
 def test_a_card_has_knee_and_bound(tmp_path):
-    checkpoint(tmp_path, Scheme(q="rms", k="lp", p=3.0, softcap=50.0, knee=4.0))
-    report = edit(tmp_path, knees={2.0: Prediction(1.5), 4.0: Prediction(1.482)})
+    checkpoint(tmp_path, Scheme(q="rms", k="lp", p=3.0, softcap=50.0), knee=4.0)
+    report = edit(tmp_path, knee=4.0, knees={2.0: Prediction(1.5), 4.0: Prediction(1.482)})
     text = render_card(tmp_path)
     largest = [max(max(getattr(x, side).max_logit) for x in report.layers.values()) for side in ("before", "after")]
     for line in (

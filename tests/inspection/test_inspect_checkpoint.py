@@ -100,4 +100,4 @@ def test_the_advice_for_a_trained_model(shared):
         > 100 * found.trials[Scheme(softcap=50.0)].kl
     )
     assert 0 < found.knees.chosen.knee < KNEES[-1]
-    assert f"a knee of {found.knees.chosen.knee:g} for this scheme" in " ".join(found.table().split())
+    assert f"a knee of {found.knees.chosen.knee:.3g} for this scheme" in " ".join(found.table().split())

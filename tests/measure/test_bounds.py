@@ -13,7 +13,7 @@ from hf_qknorm.families import known_families
 from hf_qknorm.measure.bounds import _products, largest_gains, logit_bound, rotary_scale, worst_bound
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.install import as_unpatched, start_blend
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering
 from qknorm_tests.slow import slow_but
@@ -34,13 +34,13 @@ LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embed
 TOKENS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 
 
-def scheme_of(name: str, gain: str = "shared", knee: float = 0.0) -> Scheme:
+def scheme_of(name: str, gain: str = "shared") -> Scheme:
     """The scheme of a row of `NORMS`."""
     norm = name.split()[0]
-    return Scheme(q=norm, k=norm, gain=gain, knee=knee, **NORMS[name])
+    return Scheme(q=norm, k=norm, gain=gain, **NORMS[name])
 
 
-def patched(scheme: Scheme, family: str = "llama", **settings) -> torch.nn.Module:
+def patched(scheme: Scheme, family: str = "llama", knee: float = 0.0, **settings) -> torch.nn.Module:
     """A model with the scheme, random gains and biases, and different mean powers for a knee."""
     model = patch_model(sharp_model(family, **settings), scheme)
     generator = torch.Generator().manual_seed(1)
@@ -48,7 +48,8 @@ def patched(scheme: Scheme, family: str = "llama", **settings) -> torch.nn.Modul
         for norm in (m for m in model.modules() if isinstance(m, HeadNorm)):
             for parameter in norm.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
-            norm.set_knee(scheme.knee, 0.3)
+            if knee:
+                norm.set_shape(norm.rounded(knee, 0.3, 2.0))
     return model
 
 
@@ -68,8 +69,7 @@ def searched(q_norm: HeadNorm, k_norm: HeadNorm, heads: int, heads_kv: int, head
 
 @pytest.mark.parametrize(("name", "gain", "knee"), covering(NORMS, ["shared", "per_head"], [0.0, 4.0], strength=1))
 def test_no_input_exceeds_the_bound(name, gain, knee):
-    scheme = scheme_of(name, gain, knee)
-    layer = next(iter(patched_layers(patched(scheme)).values()))
+    layer = next(iter(patched_layers(patched(scheme_of(name, gain), knee=knee)).values()))
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
     assert heads > heads_kv
     bound = logit_bound(layer)
@@ -94,7 +94,7 @@ FIRST = torch.eye(16)[0]
 )
 def test_some_vector_reaches_the_bound(norm, p, direction, gain):
     """A vector in the channel of the largest gain reaches it; for p > 2 a vector with all channels."""
-    layer = next(iter(patched_layers(patched(Scheme(q=norm, k=norm, p=p, knee=4.0))).values()))
+    layer = next(iter(patched_layers(patched(Scheme(q=norm, k=norm, p=p), knee=4.0)).values()))
     assert layer.family.style.heads(layer)[2] == 16
     with torch.no_grad():
         for part in (layer.q_norm, layer.k_norm):
@@ -129,7 +129,7 @@ def largest(model: torch.nn.Module, **inputs: Tensor) -> dict[str, float]:
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "phi3", "gpt2", "gpt_neox", "gemma2", "opt", "granite"])
 def test_logits_of_models_stay_below_the_bound(family):
-    model = patched(Scheme(q="layer", k="lp", p=3.0, gain="per_head", bias=True, knee=2.0), family)
+    model = patched(Scheme(q="layer", k="lp", p=3.0, gain="per_head", bias=True), family, 2.0)
     seen = largest(model, input_ids=TOKENS)
     for name, layer in patched_layers(model).items():
         assert 0 < seen[name] < logit_bound(layer)
@@ -241,10 +241,8 @@ def test_without_both_norms_there_is_no_bound(scheme):
     assert worst_bound(model) is None
 
 
-def test_bypassed_or_blended_norms_have_no_bound():
+def test_bypassed_norms_have_no_bound():
     model = patch_model(tiny_model("llama"), "qk_norm")
     assert worst_bound(model) == pytest.approx(math.sqrt(model.config.head_dim))
     with as_unpatched(model):
         assert worst_bound(model) is None
-    start_blend(next(iter(patched_layers(model).values())))
-    assert worst_bound(model) is None

@@ -80,16 +80,21 @@ def test_rms_is_that_of_the_projections_without_padding(family, scheme, kind):
 @pytest.mark.parametrize(
     "scheme",
     [
-        Scheme(q="rms", k="layer", knee=1.0),
-        Scheme(q="l2", k="lp", p=3.0, gain="per_head", knee=1.0),
+        Scheme(q="rms", k="layer"),
+        Scheme(q="l2", k="lp", p=3.0, gain="per_head"),
     ],
 )
 def test_shares_beyond_the_knee_are_those_of_the_projections_without_padding(scheme, kind):
     model = randomise(patch_model(sharp_model("llama"), scheme))
     powers = {"q": 2.4, "k": 6.0 if scheme.k == "lp" else 2.4}  # close to the projections'
     for layer in patched_layers(model).values():
-        layer.q_norm.set_knee(1.0, powers["q"])
-        layer.k_norm.set_knee(1.0, powers["k"])
+        for norm, power in ((layer.q_norm, powers["q"]), (layer.k_norm, powers["k"])):
+            norm.set_shape(norm.rounded(1.0, power, 1.0))
+    epsilons = {
+        (name, field): norm.epsilon ** (norm.order / 2)
+        for name, layer in patched_layers(model).items()
+        for field, norm in (("q", layer.q_norm), ("k", layer.k_norm))
+    }
     batch = make_batch(kind, labels=False)
     expected = projections(model, batch)
     with torch.no_grad(), logit_statistics(model) as statistics:
@@ -101,7 +106,7 @@ def test_shares_beyond_the_knee_are_those_of_the_projections_without_padding(sch
             x = seen[field][real(batch)].double()  # [N, H, D]
             x = x - x.mean(-1, keepdim=True) if norm == "layer" else x
             order = scheme.p if norm == "lp" else 2.0
-            beyond = (x.abs().pow(order).mean(-1) > powers[field]).double().mean(0)
+            beyond = (x.abs().pow(order).mean(-1) > epsilons[name, field]).double().mean(0)
             got = getattr(statistics[name], f"beyond_{field}")
             torch.testing.assert_close(got.double(), beyond)
             shares.append(beyond)
@@ -109,7 +114,7 @@ def test_shares_beyond_the_knee_are_those_of_the_projections_without_padding(sch
 
 
 def test_norms_that_are_bypassed_or_plain_have_no_share_beyond_a_knee():
-    model = patch_model(sharp_model("llama"), Scheme(q="rms", k="rms", knee=1.0))
+    model = randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms")), knee=1.0)
     batch = make_batch("plain", labels=False)
     with torch.no_grad(), as_unpatched(model), logit_statistics(model) as statistics:
         model(**batch)

@@ -10,11 +10,10 @@ from transformers import DynamicCache
 from qknorm_tests.tables import BATCHES, KNEES, MODEL_TYPES, sharp_model
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, set_knee
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.knees import apply_knee, powers_of
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention as triton_attention
 from qknorm_tests.error_budget import error
@@ -113,9 +112,9 @@ def test_one_compiled_graph_serves_every_knee() -> None:
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
-    tokens, powers, found = batch("plain")["input_ids"], powers_of(model), []
+    tokens, found = batch("plain")["input_ids"], []
     for knee in (4.0, 0.5):
-        apply_knee(model, knee, powers)
+        set_knee(model, knee)
         found.append(compiled(tokens, use_cache=False).logits)
         torch.testing.assert_close(found[-1], model(tokens, use_cache=False).logits)
     assert counter.frame_count == 1

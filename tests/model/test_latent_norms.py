@@ -25,7 +25,7 @@ RMS = Scheme(q="rms", k="rms")
 KINDS = {
     "rms": RMS,
     "per head, with a bias": Scheme(q="rms", k="rms", gain="per_head", bias=True),
-    "knee": Scheme(q="rms", k="rms", knee=4.0),
+    "knee": Scheme(q="rms", k="rms", eps=1e-5),
     "l2": Scheme(q="l2", k="l2", gain="none", scale=8.0),
     "layer": Scheme(q="rms", k="layer"),
     "keys and values": Scheme(k="rms", v="rms"),
@@ -33,8 +33,9 @@ KINDS = {
 
 
 def made(model_type: str, scheme: Scheme = RMS) -> PreTrainedModel:
-    """A patched model with random gains."""
-    return randomise(patch_model(sharp_model(model_type), scheme)).eval()
+    """A patched model with random gains, and with a knee for that scheme."""
+    knee = 4.0 if scheme == KINDS["knee"] else 0.0
+    return randomise(patch_model(sharp_model(model_type), scheme), knee=knee).eval()
 
 
 def first_layer(model: PreTrainedModel) -> QKNormAttention:
@@ -148,7 +149,8 @@ def test_the_absorbed_form_is_the_same(kind):
 def inverse_size(x: Tensor, norm: Any) -> Tensor:
     """The number for each token and head `[B, H, T]` that the norm of x `[B, H, T, D]` multiplies it by."""
     square = x.square().sum(-1) if norm.norm == "l2" else x.square().mean(-1)
-    return (square + (norm.eps * x.shape[-1] if norm.norm == "l2" else norm.eps)).rsqrt()
+    eps = norm.epsilon * (x.shape[-1] if norm.norm == "l2" else 1)
+    return (square + eps).rsqrt() * (norm.length() if norm.shape.power else 1)
 
 
 def per_head(parameter: Tensor) -> Tensor:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_qknorm import QKClip, Scheme, calibrate, patch_model, set_blend
+from hf_qknorm import QKClip, Scheme, calibrate, patch_model
 from hf_qknorm.measure.bounds import largest_gains, logit_bounds
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import head_norms, patched_layers
-from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
+from qknorm_tests.tables import randomise, sharp_model
 
 RMS = Scheme(q="rms", k="rms")
 
@@ -62,19 +62,6 @@ def test_calibration_keeps_the_predictions(scheme):
     gains = next(iter(report.layers.values())).gain_k
     assert len(gains) == 4
     assert len(set(gains)) == 1, "shared by the heads"
-
-
-@torch.no_grad()
-def test_a_blend_begins_at_the_unpatched_model():
-    """Both parts of the queries take on the scheme's scale at its end."""
-    model, batch = sharp_model("youtu"), make_batch("plain", labels=False)
-    before = model(**batch).logits
-    randomise(patch_model(model, Scheme(q="rms", k="rms", scale=0.5)))
-    whole = model(**batch).logits
-    set_blend(model, 0.0)
-    assert_near(model(**batch).logits, before, 1e-6)
-    set_blend(model, 1 - 1e-7)
-    assert_near(model(**batch).logits, whole, 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""`HeadNorm` with a knee: the tensor of its ε, which `set_knee` fills and casts leave unchanged."""
+"""`HeadNorm` with a knee: the shape in its buffer, which no cast changes, and the length that it keeps."""
+
+from __future__ import annotations
 
 import copy
 import math
@@ -9,18 +11,21 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.ops.norms import PLAIN, STEP, Shape, on_grid, shown_knee
 from hf_qknorm.ops.reference import head_norm
-from hf_qknorm.scheme import GAINS, Scheme
+from hf_qknorm.scheme import Scheme
 
 HEADS, DIM = 3, 16
-META = torch.device("meta")
 NORMS = [("rms", 2.0), ("layer", 2.0), ("l2", 2.0), *(("lp", p) for p in (1.0, 2.0, 3.0, 8.0))]
 
 every_norm = pytest.mark.parametrize(("norm", "p"), NORMS, ids=str)
 
 
-def make(norm: str = "rms", p: float = 2.0, knee: float = 4.0, eps: float = 1e-6, **options: object) -> HeadNorm:
-    return HeadNorm(norm, Scheme(q=norm, p=p, knee=knee, eps=eps), HEADS, DIM, **options)
+def make(norm: str = "rms", p: float = 2.0, knee: float = 4.0, power: float = 3.0, **options: object) -> HeadNorm:
+    module = HeadNorm(norm, Scheme(q=norm, p=p), HEADS, DIM, **options)  # type: ignore[arg-type]
+    if knee:
+        module.set_shape(module.rounded(knee, power, 8.0))
+    return module
 
 
 def draw() -> Tensor:
@@ -28,109 +33,131 @@ def draw() -> Tensor:
 
 
 @every_norm
-@pytest.mark.parametrize("power", [1e-4, 1.0, 300.0])
-def test_eps_is_the_knee_times_the_mean_power(norm: str, p: float, power: float) -> None:
-    module = make(norm, p, eps=1e-3)
-    module.set_knee(0.5, power)
-    assert module.order == p
-    expected = (1e-3 ** (p / 2) + 0.5 * power) ** (2 / p)
-    assert float(module.eps) == pytest.approx(expected, rel=1e-6)
-    assert module.mean_power() == pytest.approx(power, rel=1e-5)
-    x = draw()
-    assert torch.equal(module(x), head_norm(x, norm, module.weight, module.bias, eps=module.eps, p=p))
-    assert module.as_norm(x.device).eps is module.eps
+@pytest.mark.parametrize("knee", [2**-0.5, 2.0, 2**2.5])
+@pytest.mark.parametrize("power", [0.01, 1.0, 300.0])
+def test_the_shape_holds_knee_and_mean(norm: str, p: float, knee: float, power: float) -> None:
+    module = make(norm, p, knee, power)
+    grid = 2 ** (1 / 8 * p / 2) - 1  # log2(P/eps) and log2(ε/eps) are below 64, in steps of 1/4 at most
+    assert module.mean_power() == pytest.approx(power, rel=grid)
+    assert module.ratio == pytest.approx(knee, rel=2 * grid)
+    assert module.shape.sharpness == 8
+    expected = head_norm(draw(), norm, module.weight, module.bias, p=p, knee=module.knee)
+    assert torch.equal(module(draw()), expected)
 
 
-def test_a_mean_power_below_the_rounding_error_reads_as_zero() -> None:
-    module = make(eps=1e-6)
-    for power in (0.0, *torch.logspace(-20, -12, 50, dtype=torch.float64).tolist()):
-        module.set_knee(0.7, power)
-        assert module.mean_power() >= 0
-        assert module.mean_power() == pytest.approx(power, abs=2e-13)
+def test_a_search_in_powers_of_the_root_of_two_finds_them_again() -> None:
+    for i in range(-4, 12):
+        assert make(knee=2 ** (i / 2), power=0.37).ratio == pytest.approx(2 ** (i / 2), rel=1e-4)
+
+
+@every_norm
+@pytest.mark.parametrize("knee", [0.0, 1e-9, 2.0, 1000.0, 2.0**30, math.inf])
+def test_a_vector_of_the_mean_size_passes_unchanged(norm: str, p: float, knee: float) -> None:
+    module = HeadNorm(norm, Scheme(q=norm, p=p, bias=False), HEADS, DIM)
+    module.set_shape(module.rounded(knee, 5.0, 8.0))
+    x = draw() - draw().mean(-1, keepdim=True) if norm == "layer" else draw()
+    power = x.abs().pow(module.order).mean(-1, keepdim=True)
+    x = x * (module.mean_power() / power) ** (1 / module.order)
+    torch.testing.assert_close(module(x), x, rtol=2e-6, atol=1e-6)
+    assert (module.ratio == math.inf) == (knee >= 2.0**30)
 
 
 @pytest.mark.parametrize(
-    ("norm", "p", "power"),
-    [
-        ("rms", 2.0, math.nan),
-        ("rms", 2.0, math.inf),
-        ("l2", 2.0, -1.0),
-        ("layer", 2.0, 1e39),
-        ("lp", 1.0, 1e30),
-        ("lp", 1.0, -1.0),
-    ],
+    ("knee", "power"), [(1.0, math.nan), (1.0, math.inf), (1.0, -1.0), (-1.0, 1.0), (math.nan, 1.0)]
 )
-def test_an_eps_beyond_fp32_is_refused(norm: str, p: float, power: float) -> None:
-    module = make(norm, p)
-    before = copy.deepcopy(module)
-    with pytest.raises(ValueError, match=r"a knee of 0\.5 and a mean \|x\|ᵖ of .*expected 1\.2e-38 to 3\.4e\+38"):
-        module.set_knee(0.5, power)
-    assert (module.knee, float(module.eps)) == (before.knee, float(before.eps))
+def test_impossible_numbers_are_refused(knee: float, power: float) -> None:
+    with pytest.raises(ValueError, match=r"a knee of .* and a mean \|x\|ᵖ of .*expected numbers ≥ 0"):
+        make().rounded(knee, power, 1.0)
+    with pytest.raises(ValueError, match="beyond fp32"):
+        make().rounded(16.0, 1e38, 1.0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_a_cast_leaves_eps_as_it_is(dtype: torch.dtype) -> None:
-    module = torch.nn.Sequential(make())
-    module[0].set_knee(4.0, 1.2345678)
-    before = module[0].eps.clone()
-    for cast in (module.to(dtype), module.float(), module.half(), module.double(), module.type(dtype)):
-        assert cast[0].eps.dtype == torch.float32
-        assert torch.equal(cast[0].eps, before)
-        assert list(cast[0].state_dict()) == ["weight", "eps"]
-    assert module[0].weight.dtype == dtype
-    assert module[0](draw().to(dtype)).dtype == dtype
+def test_a_norm_that_saw_no_inputs_has_eps_as_their_mean() -> None:
+    module = make(power=0.0)
+    assert module.mean_power() == pytest.approx(1e-6, rel=1e-2)
+    assert module(draw()).isfinite().all()
+    assert module.rounded(1e-30, 0.0, 1.0).epsilon == STEP  # 0 is the plain norm
 
 
-@pytest.mark.parametrize("gain", [True, False])
-def test_the_meta_device_leaves_eps_where_it_is(gain: bool) -> None:
-    module = make(gain=gain)
-    before = float(module.eps)
-    assert module.to("meta").eps.device.type == "cpu"
-    assert float(module.to_empty(device="cpu").eps) == before
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_numbers_on_the_grid_are_held_by_every_dtype(dtype: torch.dtype) -> None:
+    numbers = torch.tensor([on_grid(x / 7) for x in range(-400, 700)], dtype=torch.float64)
+    assert torch.equal(numbers.to(dtype).double(), numbers)
+    module = make(power=0.123)
+    before, cast = module.knee.clone(), copy.deepcopy(module).to(dtype)
+    assert torch.equal(cast.knee.float(), before)
+    assert cast.knee.dtype == dtype
+    x = draw().to(dtype)
+    expected = head_norm(x, "rms", cast.weight, knee=before)
+    assert torch.equal(cast(x), expected)
 
 
-def test_copies_hold_their_own_eps() -> None:
+def test_a_merge_off_the_grid_is_one_norm_in_every_dtype() -> None:
+    module = make()
+    module.knee.copy_((module.knee + torch.tensor([21.3, 20.1, 4.0])) / 2)
+    x = draw().half()
+    assert torch.equal(head_norm(x, "rms", knee=module.knee), head_norm(x, "rms", knee=module.knee.bfloat16()))
+
+
+def test_copies_hold_their_own_shape() -> None:
     module = make()
     for copied in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        copied.set_knee(2.0, 9.0)
-        assert (float(copied.eps), copied.knee) == (pytest.approx(18.0), 2.0)
-        assert float(module.eps) == pytest.approx(4.0)
+        assert torch.equal(copied(draw()), module(draw()))
+        copied.set_shape(PLAIN)
+        assert module.ratio == pytest.approx(4.0, rel=0.1)
 
 
-def test_the_meta_device_takes_gains_and_not_the_knee() -> None:
-    for module in (make(device=META), make().to("meta")):
-        assert module(draw().to("meta")).shape == draw().shape
-        module.set_knee(2.0, 9.0)
-        module.half()
-        assert (module.eps.device.type, module.eps.dtype, float(module.eps)) == (
-            "cpu",
-            torch.float32,
-            pytest.approx(18),
-        )
-        module.to_empty(device="cpu").reset_parameters()
-        assert module.half()(draw().half()).isfinite().all()
-    with META:
-        assert make().eps.device.type == "cpu"
+def test_the_meta_device_holds_parameters_and_a_real_knee() -> None:
+    """As vLLM builds a model, whose loader fills buffers in place."""
+    module = make(knee=0.0, device=torch.device("meta"))
+    assert (module.weight.is_meta, module.knee.device.type) == (True, "cpu")
+    with torch.device("meta"):
+        module = make(knee=0.0)
+    assert module.knee.is_meta
+    assert "knee" not in str(module)
+    module.to_empty(device="cpu").reset_parameters()
+    assert module.shape == PLAIN
 
 
-def test_an_older_pickle_holds_eps_as_a_buffer() -> None:
-    module, older = make(), make()
-    module.set_knee(4.0, 3.0)
-    del older.eps
-    older.register_buffer("eps", module.eps.clone())
-    again = pickle.loads(pickle.dumps(older))
-    assert (list(again.named_buffers()), again.mean_power()) == ([], pytest.approx(3.0))
-    assert torch.equal(again(draw()), module(draw()))
+def test_the_knee_may_move_between_the_passes() -> None:
+    module, x = make(), draw().requires_grad_()
+    expected = torch.autograd.grad(module(x).sum(), x)
+    out = module(x)
+    module.set_shape(PLAIN)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected[0])
 
 
-@pytest.mark.parametrize("gain", GAINS)
-def test_a_loader_finds_eps_in_a_model_on_the_meta_device(gain):
-    """As vLLM's, which refuses tensors of a checkpoint that are neither parameters nor buffers."""
-    scheme = Scheme(q="rms", k="rms", gain=gain, knee=4.0)
-    for has_gain in {gain != "none", False}:  # keys have none beside a scalar gain
-        norm = HeadNorm("rms", scheme, 2, 16, gain=has_gain, device=torch.device("meta"))
-        assert "eps" in dict(norm.named_buffers())
-        assert norm.half()._buffers["eps"] is not norm.eps
-        copied = copy.deepcopy(norm)
-        assert "eps" in dict(copied.named_buffers())
-        assert torch.equal(copied.eps, norm.eps)
+BROKEN = {
+    "shape": (torch.ones(2), "has shape [2], expected [3]"),
+    "integers": (torch.ones(3, dtype=torch.int32), "has dtype int32"),
+    "8 bits": (torch.ones(3).to(torch.float8_e4m3fn), "has dtype float8_e4m3fn"),
+    "NaN": (torch.tensor([math.nan, 0.0, 1.0]), "expected three finite numbers"),
+    "sharpness": (torch.tensor([1.0, 1.0, 0.0]), "the last at least 1"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_impossible_knee_is_not_loaded(case: str, strict: bool) -> None:
+    knee, message = BROKEN[case]
+    state = make().state_dict() | {"knee": knee}
+    with pytest.raises(RuntimeError) as raised:
+        make().load_state_dict(state, strict=strict)
+    assert f"knee {'' if case in ('shape', 'integers', '8 bits') else 'is '}" in str(raised.value)
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_gains_without_a_knee_are_of_an_older_version(strict: bool) -> None:
+    with pytest.raises(RuntimeError, match="knee is not: it was written by a version before 1.0: convert it again"):
+        make().load_state_dict({"weight": torch.ones(DIM)}, strict=strict)
+
+
+def test_a_knee_is_shown() -> None:
+    assert "knee=2, sharpness=8" in str(make(knee=2.0, power=1e-6 * 2**20))
+    assert "knee=∞" in str(make(knee=math.inf))
+    assert "knee" not in str(make(knee=0.0))
+    assert [shown_knee(x) for x in (0.0, 2.0**0.5, 2.0**30, math.inf)] == ["0", "1.41", "∞", "∞"]
+    module = make(knee=0.0)
+    module.set_shape(Shape(10.0))
+    assert "eps=0.001024" in str(module)

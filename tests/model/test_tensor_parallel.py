@@ -25,8 +25,8 @@ SCHEMES = {
     "shared": Scheme(**NORMED, bias=True),
     "per_head": Scheme(**NORMED, gain="per_head", bias=True),
     "scalar": Scheme(q="l2", k="l2", gain="scalar", scale=1.0),
-    "knee": Scheme(**NORMED, knee=4.0),
-    "knee alone": Scheme(**NORMED, gain="none", knee=4.0),
+    "knee": Scheme(**NORMED),
+    "knee alone": Scheme(**NORMED, gain="none"),
     "latent": Scheme(**NORMED, gain="per_head"),
 }
 FEW = ("per_head",)  # without `-m slow`
@@ -42,7 +42,8 @@ STYLES = {
 def made(gain: str) -> PreTrainedModel:
     """In double precision: the gradient of one number for a whole layer is a sum of terms that cancel."""
     model_type = "minicpm3" if gain == "latent" else "llama"
-    return as_loaded(randomise(patch_model(sharp_model(model_type), SCHEMES[gain]))).double()
+    model = patch_model(sharp_model(model_type), SCHEMES[gain])
+    return as_loaded(randomise(model, knee=4.0 if "knee" in gain else 0.0)).double()
 
 
 def gain_of(task: str) -> str:

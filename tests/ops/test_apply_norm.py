@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_qknorm.ops.apply_norm import apply_norm
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.norms import NORMS, PLAIN, Shape
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Norm
 from qknorm_tests.covering import covering
@@ -26,24 +26,18 @@ def seed():
     ids=str,
 )
 def test_the_numbers_are_those_of_the_specification(dtypes, kind, shape, grad):
-    """Of heads and parameters in these dtypes, of a row of zeros, and with ε as a number or a tensor."""
+    """Of heads and parameters in these dtypes, of a row of zeros, and for each shape of the norm."""
     x = (9 * torch.randn(2, 5, HEADS, 40)).to(dtypes[0])
     x[0, 0] = 0
     gain, bias = (None if shape is None else torch.randn(shape).to(dtypes[1]) for _ in range(2))
     for used in (None, bias):
-        for eps, sharpness in ((1e-6, 1), (torch.tensor(0.7), 1), (torch.tensor(81.0), 4)):
+        for shape in (None, PLAIN, Shape(19.5), Shape(20.0, 19.0, 1.0), Shape(26.0, 24.0, 4.0)):
+            knee = None if shape is None else torch.tensor(shape)
             with torch.set_grad_enabled(grad):
-                got = apply_norm(x, Norm(kind, gain, used, None, eps, 3.0, sharpness))
-                expected = head_norm(x, kind, gain, used, eps, 3.0, None, sharpness)
+                got = apply_norm(x, Norm(kind, gain, used, 1e-6, 3.0, knee))
+                expected = head_norm(x, kind, gain, used, 1e-6, 3.0, knee)
             assert got.dtype == expected.dtype
             assert torch.equal(got, expected)
-
-
-def test_a_blend_is_applied():
-    x, blend = torch.randn(1, 2, HEADS, 16), torch.tensor(0.25)
-    with torch.no_grad():
-        got = apply_norm(x, Norm("rms", blend=blend))
-    torch.testing.assert_close(got, x + blend * (head_norm(x, "rms") - x))
 
 
 def test_inference_calls_torch_once(monkeypatch):

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as interleaved
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as halves
 
-from hf_qknorm.ops.norms import SHARPNESSES
+from hf_qknorm.ops.norms import NORMS as KINDS
+from hf_qknorm.ops.norms import PLAIN, Shape
 from hf_qknorm.ops.reference import head_norm, norm_rope, norm_rope_one
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 from qknorm_tests.covering import covering
@@ -55,10 +56,11 @@ def test_lp_divides_by_torchs_vector_norm(p: float) -> None:
     close(head_norm(x, "lp", p=p, eps=NO_EPS), x / torch.linalg.vector_norm(x, ord=p, dim=-1, keepdim=True))
 
 
-KNEES = (1e-3, 0.5, 4.0, 1e4)  # ε, where the mean square is about 1
+LOGS = (-10.0, -1.0, 2.0, 13.5)  # log2 ε with eps = 1, where the mean square is about 1
+SHARPNESSES = (1.0, 2.0, 3.5, 8.0)
 
 
-def by_definition(x: Tensor, norm: str, p: float, eps: float, sharpness: int = 1) -> Tensor:
+def by_definition(x: Tensor, norm: str, p: float, eps: float, sharpness: float = 1.0) -> Tensor:
     """Each norm from torch's vector norms: n = x / ‖(‖x‖ₚ, (D·ε^(p/2))^(1/p))‖ of order p·s (times √D)."""
     centred = x - x.sum(-1, keepdim=True) / DIM if norm == "layer" else x
     size = torch.linalg.vector_norm(centred, ord=p, dim=-1, keepdim=True)
@@ -67,23 +69,53 @@ def by_definition(x: Tensor, norm: str, p: float, eps: float, sharpness: int = 1
     return centred / longer * (DIM**0.5 if norm in ("rms", "layer") else 1.0)
 
 
-@each_norm_with("knee", "sharpness", axes=(KNEES, SHARPNESSES))
-def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, knee: float, sharpness: int) -> None:
-    x, eps = draw(5, HEADS, DIM) * draw(5, HEADS, 1, seed=1).exp(), torch.tensor(knee)
-    got = head_norm(x, norm, eps=eps, p=p, sharpness=sharpness)
-    close(got, by_definition(x, norm, p, eps.item(), sharpness))
+def shaped(norm: str, p: float, *shape: float, eps: float = 1.0) -> partial:
+    """The norm of this shape."""
+    return partial(head_norm, norm=norm, eps=eps, p=p, knee=torch.tensor(shape))
+
+
+@each_norm_with("log", "sharpness", axes=(LOGS, SHARPNESSES))
+def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, log: float, sharpness: float) -> None:
+    x = draw(5, HEADS, DIM) * draw(5, HEADS, 1, seed=1).exp()
+    close(shaped(norm, p, log, 0.0, sharpness)(x), by_definition(x, norm, p, 2.0**log, sharpness))
+
+
+@each_norm_with("log", "sharpness", axes=((*LOGS, 40.0, 0.0), SHARPNESSES))
+def test_a_vector_of_the_mean_size_keeps_its_length(norm: str, p: float, log: float, sharpness: float) -> None:
+    order, power = KINDS[norm].order(p), 2.0**3
+    x = draw(5, HEADS, DIM)
+    x = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+    x = x / x.abs().pow(order).mean(-1, keepdim=True).pow(1 / order) * power**0.5
+    close(shaped(norm, p, log, 3.0, sharpness)(x), x)
+    columns = DIM if KINDS[norm].summed else 1
+    factor = Shape(log, 3.0, sharpness).length(1.0, order, columns) / Shape(log, 0.0, 1.0).length(1.0, order, columns)
+    close(shaped(norm, p, log, 3.0, sharpness)(2 * x), factor * shaped(norm, p, log, 0.0, sharpness)(2 * x))
+
+
+@every_norm
+def test_the_plain_shape_changes_no_bit(norm: str, p: float) -> None:
+    x = draw(5, HEADS, DIM, dtype=torch.float32).requires_grad_()
+    grad = draw(5, HEADS, DIM, dtype=torch.float32, seed=1)
+    results = [head_norm(x, norm, p=p, knee=knee) for knee in (None, torch.tensor(PLAIN))]
+    assert torch.equal(*results)
+    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in results))
+
+
+@every_norm
+def test_the_shape_is_read_in_bfloat16(norm: str, p: float) -> None:
+    x, knee = draw(5, HEADS, DIM), torch.tensor([10.01, 8.02, 7.99])
+    close(head_norm(x, norm, p=p, knee=knee), head_norm(x, norm, p=p, knee=knee.bfloat16()))
 
 
 @pytest.mark.parametrize(
-    ("ratio", "sharpness"), [(1e-12, 8), (1e-3, 2), (1.0, 1), (1.0, 8), (1e3, 1), (1e3, 4), (1e12, 8)]
+    ("ratio", "sharpness"), [(1e-12, 8.0), (1e-3, 2.0), (1.0, 1.0), (1.0, 8.0), (1e3, 1.0), (1e3, 4.0), (1e12, 8.0)]
 )
-def test_the_slope_of_a_sharp_norm_is_at_most_its_factor(ratio: float, sharpness: int) -> None:
+def test_the_slope_of_a_sharp_norm_is_at_most_its_factor(ratio: float, sharpness: float) -> None:
     """It is f·(I − w·xxᵀ/|x|²) with f the norm's factor and w = tˢ/(1 + tˢ), t = mean x²/ε, in fp32 too."""
     x = F.normalize(draw(DIM), dim=-1) * (DIM * ratio) ** 0.5
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         row = x.to(dtype)
-        norm = partial(head_norm, norm="rms", eps=1.0, sharpness=sharpness)
-        slope = torch.autograd.functional.jacobian(norm, row)
+        slope = torch.autograd.functional.jacobian(shaped("rms", 2.0, 0.0, 0.0, sharpness), row)
         weight = 1 / (1 + (1 / ratio) ** sharpness) if ratio >= 1 else ratio**sharpness / (1 + ratio**sharpness)
         factor = (1 + ratio**sharpness) ** (-0.5 / sharpness) if ratio <= 1 else None
         factor = factor or ratio**-0.5 * (1 + ratio**-sharpness) ** (-0.5 / sharpness)
@@ -93,12 +125,12 @@ def test_the_slope_of_a_sharp_norm_is_at_most_its_factor(ratio: float, sharpness
         assert torch.linalg.matrix_norm(slope.double(), 2) <= factor * (1 + tolerance)
 
 
-@each_norm_with("sharpness", axes=((1, 8),))
-def test_short_vectors_keep_their_lengths_and_long_ones_are_bounded(norm: str, p: float, sharpness: int) -> None:
+@each_norm_with("sharpness", axes=((1.0, 8.0),))
+def test_short_vectors_keep_their_lengths_and_long_ones_are_bounded(norm: str, p: float, sharpness: float) -> None:
     """Short ones become x/√ε, for l2 and lp over D^(1/p); the bound is √D, or D^max(0, 1/2 − 1/p), and is reached."""
     eps, x = 4.0, draw(50, HEADS, DIM)
     bound = DIM**0.5 if norm in ("rms", "layer") else DIM ** max(0.0, 0.5 - 1 / p)
-    normed = partial(head_norm, norm=norm, eps=torch.tensor(eps), p=p, sharpness=sharpness)
+    normed = shaped(norm, p, 2.0, 0.0, sharpness)
     short, long = (normed(x * size) for size in (1e-4, 1e4))
     direction = x - x.mean(-1, keepdim=True) if norm == "layer" else x
     slope = eps**-0.5 * (1.0 if norm in ("rms", "layer") else DIM ** (-1 / p))
@@ -139,13 +171,13 @@ def with_zero_rows(dtype: torch.dtype) -> Tensor:
     return x.requires_grad_()
 
 
-@each_norm_with("eps", "dtype", axes=((1e-6, torch.tensor(4.0)), DTYPES), strength=1)
+@each_norm_with("knee", "dtype", axes=((None, (22.0, 0.0, 1.0), (22.0, 20.0, 8.0)), DTYPES), strength=1)
 def test_zero_rows_stay_zero_with_finite_gradients(
-    norm: str, p: float, eps: float | Tensor, dtype: torch.dtype
+    norm: str, p: float, knee: tuple[float, ...] | None, dtype: torch.dtype
 ) -> None:
     x = with_zero_rows(dtype)
     zero = (x == 0).all(-1)
-    y = head_norm(x, norm, eps=eps, p=p)
+    y = head_norm(x, norm, p=p, knee=None if knee is None else torch.tensor(knee))
     y.backward(draw(*x.shape, dtype=dtype, seed=1))
     assert (y[zero] == 0).all()
     assert (y[~zero] != 0).all()
@@ -195,8 +227,11 @@ def test_gradients_are_those_of_the_definition(norm: str, p: float, gain: str) -
     x = (x + 0.1 * x.sign()).requires_grad_()  # |x|ᵖ has a kink at 0
     shape = GAINS[gain]
     gains = [draw(*shape, seed=seed).requires_grad_() for seed in (1, 2)] if shape else []
-    for eps in (1e-6, torch.tensor(4.0)):
-        assert torch.autograd.gradcheck(lambda x, *gains, e=eps: head_norm(x, norm, *gains, eps=e, p=p), (x, *gains))
+    for shape in ((0.0, 0.0, 1.0), (22.0, 20.0, 1.0), (20.0, 20.5, 8.0)):
+        knee = torch.tensor(shape)
+        assert torch.autograd.gradcheck(
+            lambda x, *gains, knee=knee: head_norm(x, norm, *gains, p=p, knee=knee), (x, *gains)
+        )
 
 
 def test_an_unknown_norm_is_refused() -> None:

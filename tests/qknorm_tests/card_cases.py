@@ -16,13 +16,15 @@ from qknorm_tests.tiny import tiny_model
 REPORT = "qk_norm_report.json"
 
 
-def checkpoint(folder: Path, scheme: Any = "qk_norm_cap", family: str = "llama", report: bool = True) -> Path:
+def checkpoint(
+    folder: Path, scheme: Any = "qk_norm_cap", family: str = "llama", report: bool = True, knee: float | None = None
+) -> Path:
     """Save a patched checkpoint with its calibration report; return the folder."""
     model = as_loaded(patch_model(tiny_model(family, initializer_range=0.2), scheme))
     if report:
         generator = torch.Generator().manual_seed(0)
         batches = [torch.randint(3, 64, (2, 20), generator=generator) for _ in range(3)]
-        calibrate(model, batches, method="moments").save(folder / REPORT)
+        calibrate(model, batches, method="moments", knee=knee).save(folder / REPORT)
     model.save_pretrained(folder)
     return folder
 

@@ -12,7 +12,6 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel, TrainerCallback
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
-from qknorm_tests.kneed import eps_of
+from qknorm_tests.kneed import knees_of
 from qknorm_tests.short_runs import trainer
 from qknorm_tests.tables import make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_model
@@ -47,7 +46,7 @@ CASES: dict[str, tuple[str, Scheme]] = {
     "per head": ("gpt2", Scheme(q="layer", k="rms", v="rms", gain="per_head", bias=True, softcap=5.0)),
     "scalar": ("llama", Scheme(q="l2", k="l2", gain="scalar", scale=1.0)),
     "sinks": ("gpt_oss", NORMED),
-    "knee": ("llama", replace(NORMED, knee=4.0)),
+    "knee": ("llama", NORMED),
 }
 CALIBRATIONS: dict[str, dict[str, Any]] = {
     "searched": {},
@@ -61,7 +60,7 @@ STEPS, SAVED, KILLED = 8, 3, 5
 
 def made(case: str) -> PreTrainedModel:
     model_type, scheme = CASES[case]
-    return randomise(patch_model(sharp_model(model_type), scheme)).eval()
+    return randomise(patch_model(sharp_model(model_type), scheme), knee=4.0 if case == "knee" else 0.0).eval()
 
 
 def adapted() -> nn.Module:
@@ -159,18 +158,15 @@ def run_adapter(folder: Path, rank: int) -> None:
 
 
 def run_sent(folder: Path, rank: int) -> None:
-    """Rank 1 saves the ε that rank 0 sends to a model of the meta device, whose config has others."""
+    """Rank 1 saves the knees that rank 0 sends to a model of the meta device."""
     source = made("knee")
-    config = copy.deepcopy(source.config)
-    for own in config.qk_norm_powers.values():
-        own.update({name: 3 * x for name, x in own.items()})
     with torch.device("meta"):
-        model = type(source)(config)
+        model = type(source)(copy.deepcopy(source.config))
     model = sharded(model).to_empty(device="cpu")
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, {} if rank else source.state_dict(), options=options)
     if rank == 1:
-        save_file(eps_of(model), folder / "sent.safetensors")
+        save_file(knees_of(model), folder / "sent.safetensors")
 
 
 def run_calibration(name: str, folder: Path, rank: int) -> None:

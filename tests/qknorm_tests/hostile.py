@@ -68,11 +68,12 @@ LAYER = LayerReport(SIDE, SIDE, (1.0, 2.0), None, 150.0)
 REPORT = Calibration(
     "moments",
     10,
-    Scheme(q="rms", knee=4.0),
+    Scheme(q="rms"),
     50.0,
     Prediction(1.0),
     Prediction(3.0),
     Prediction(2.0),
     {"layers.0": LAYER},
+    knee=4.0,
     knees={0.0: Prediction(1.5), 4.0: Prediction(2.0, 0.1, 0.9)},
 )

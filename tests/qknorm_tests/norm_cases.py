@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,13 +13,13 @@ from hf_qknorm.ops.reference import norm_rope_one
 from hf_qknorm.ops.types import Norm, Rotary
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-HALF, BRAIN = torch.float16, torch.bfloat16
+HALF, BRAIN, EPS = torch.float16, torch.bfloat16, 1e-6
 
 
 class Case(NamedTuple):
     """One call; `gains` and `biases` are for q and k; `rotary` is the number of rotated columns and the style.
 
-    With a knee, the lengths of rows differ by orders of magnitude, and gains are those of calibration.
+    With a knee, the lengths of rows differ by orders of magnitude, and the norms keep the mean one unless not `held`.
     """
 
     norms: tuple[str, str] = ("rms", "rms")
@@ -27,7 +28,6 @@ class Case(NamedTuple):
     dtype: torch.dtype = torch.float32
     gains: tuple[str, str] = ("shared", "shared")
     biases: tuple[str, str] = ("none", "none")
-    blend: float | None = None
     rotary: tuple[int, str] = (16, "half")
     batch: int = 1
     heads: tuple[int, int] = (2, 1)
@@ -37,7 +37,8 @@ class Case(NamedTuple):
     spread: float = 1.0
     p: float = 3.0
     knee: float | None = None
-    sharpness: int = 1
+    sharpness: float = 1.0
+    held: bool = True
 
     def __str__(self) -> str:
         changed = [value for name, value in self._asdict().items() if value != self._field_defaults[name]]
@@ -56,9 +57,9 @@ CASES = [
     Case(norms=("rms", "l2"), head_dim=256, length=19, dtype=BRAIN, rotary=(64, "half"), gains=("per_head", "shared")),
     Case(norms=("lp", "lp"), head_dim=128, length=37, rotary=(0, "none"), gains=("shared", "none"), p=1.5),
     Case(norms=("l2", "lp"), dtype=HALF, rotary=(0, "none"), gains=("scalar", "scalar"), biases=("scalar", "none")),
-    Case(norms=("lp", "rms"), dtype=BRAIN, blend=0.3, p=1.0, length=150, batch=2, angles="all", rotary=(8, "half")),
-    Case(norms=("layer", "rms"), blend=0.0, biases=("per_head", "shared"), rotary=(0, "none"), layout="heads"),
-    Case(norms=("rms", "lp"), dtype=HALF, blend=1.0, biases=("shared", "scalar"), heads=(7, 1), rotary=(4, "half")),
+    Case(norms=("lp", "rms"), dtype=BRAIN, p=1.0, length=150, batch=2, angles="all", rotary=(8, "half")),
+    Case(norms=("layer", "rms"), biases=("per_head", "shared"), rotary=(0, "none"), layout="heads"),
+    Case(norms=("rms", "lp"), dtype=HALF, biases=("shared", "scalar"), heads=(7, 1), rotary=(4, "half")),
     Case(norms=("l2", "l2"), head_dim=64, dtype=BRAIN, batch=3, heads=(3, 3), angles="all", layout="gaps", length=33),
     Case(norms=("lp", "lp"), spread=1e15, gains=("none", "none"), p=4.0),
     Case(norms=("lp", "l2"), spread=1e-12, gains=("none", "none")),
@@ -67,6 +68,8 @@ CASES = [
 DOMINANT = 1e6  # a knee that turns the norm into a constant factor
 KNEES = [
     Case(knee=4.0),
+    Case(knee=4.0, held=False),
+    Case(norms=("l2", "lp"), dtype=BRAIN, knee=2.0, held=False),
     Case(norms=("layer", "rms"), head_dim=64, dtype=BRAIN, gains=("per_head", "shared"), rotary=(64, "half"), knee=4.0),
     Case(norms=("l2", "lp"), head_dim=40, dtype=HALF, gains=("scalar", "per_head"), rotary=(20, "half"), knee=0.5),
     Case(norms=("lp", "layer"), dtype=BRAIN, p=1.0, biases=("shared", "per_head"), heads=(4, 2), batch=2, knee=4.0),
@@ -83,14 +86,19 @@ SHARP = [  # rows on both sides of the knee
     Case(knee=1.0, sharpness=8),
     Case(norms=("layer", "rms"), head_dim=64, dtype=BRAIN, rotary=(64, "half"), knee=2.0, sharpness=4),
     Case(norms=("l2", "layer"), head_dim=40, dtype=HALF, gains=("scalar", "per_head"), knee=0.5, sharpness=8),
-    Case(norms=("lp", "l2"), p=1.5, rotary=(16, "interleaved"), layout="gaps", knee=1.0, sharpness=2),
-    Case(norms=("rms", "lp"), p=4.0, dtype=BRAIN, biases=("shared", "per_head"), knee=1.0, blend=0.3, sharpness=8),
+    Case(norms=("lp", "l2"), p=1.5, rotary=(16, "interleaved"), layout="gaps", knee=1.0, sharpness=2.5),
+    Case(norms=("rms", "lp"), p=4.0, dtype=BRAIN, biases=("shared", "per_head"), knee=1.0, sharpness=8),
     Case(norms=("lp", "lp"), spread=1e15, gains=("none", "none"), p=4.0, knee=1.0, sharpness=8),
     Case(norms=("l2", "rms"), spread=1e-12, gains=("none", "none"), knee=4.0, sharpness=8),
     Case(norms=("layer", "lp"), spread=1e-3, gains=("none", "shared"), knee=1e-6, sharpness=4),
     Case(norms=("rms", "layer"), dtype=BRAIN, rotary=(8, "half"), layout="sparse", knee=DOMINANT, sharpness=8),
 ]
 CASES += KNEES + SHARP
+
+
+def knee_at(knee: float, sharpness: float = 1.0) -> Tensor:
+    """A norm's shape with this ε, for inputs of mean square 1."""
+    return torch.tensor([math.log2(knee / EPS), math.log2(1 / EPS), sharpness], device=DEVICE)
 
 
 class Call(NamedTuple):
@@ -136,15 +144,14 @@ def draw(case: Case, seed: int = 0) -> Call:
         return None if shape is None else (normal(*shape) / 2 + mean).to(DEVICE, case.dtype)
 
     def norm(kind: str, gain: str, bias: str, heads: int) -> Norm:
-        blend = None if case.blend is None else torch.tensor(case.blend, device=DEVICE)
         gains, biases = values(gain, heads, 1.0), values(bias, heads, 0.0)
         if case.knee is None:
-            return Norm(kind, gains, biases, blend, p=case.p)
+            return Norm(kind, gains, biases, p=case.p)
         order = 2.0 if kind == "none" else NORMS[kind].order(case.p)
-        eps = (case.knee * float(normal(1000).abs().pow(order).mean())) ** (2 / order) * case.spread**2
-        gains = None if gains is None else gains * (1 + case.knee) ** 0.5
-        eps = torch.tensor(eps, dtype=torch.float32, device=DEVICE)
-        return Norm(kind, gains, biases, blend, eps, case.p, case.sharpness)
+        power = float(normal(1000).abs().pow(order).mean()) ** (2 / order) * case.spread**2
+        a, b = (math.log2(x / EPS) for x in (power * case.knee ** (2 / order), power))
+        knee = torch.tensor([a, b if case.held else 0.0, case.sharpness], device=DEVICE)
+        return Norm(kind, gains, biases, EPS, case.p, knee)
 
     heads = [normal(case.batch, count, case.length, case.head_dim) * case.spread for count in case.heads]
     if case.knee is not None:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, TrainingArguments
 
 from hf_qknorm import KneeSchedule, MuonClip, QKClip, QuacK, Scheme, patch_model, set_knee
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.kneed import set_shapes
 from qknorm_tests.tiny import tiny_model
 
 THRESHOLD, STEPS = 3.0, 4
@@ -55,8 +56,10 @@ def train(
 
 def kneed() -> PreTrainedModel:
     """A model with a knee, in fp64."""
-    scheme = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, knee=2.0)
-    return patch_model(tiny_model("llama", initializer_range=0.3), scheme).double()
+    scheme = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True)
+    model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
+    set_shapes(model, 2.0)
+    return model.double()
 
 
 def lower(model: Any, rows: slice) -> None:
@@ -119,17 +122,6 @@ def knee_by_fsdp(rows: slice) -> nn.Module:
     return model
 
 
-def scalar() -> PreTrainedModel:
-    """A model in float16 with one gain a layer, of which the second of two ranks has nothing."""
-    return patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", gain="scalar", knee=2.0)).half()
-
-
-def scalar_by_fsdp(rows: slice) -> nn.Module:
-    model = shard(scalar())
-    set_knee(model, 1.0)
-    return model
-
-
 def by_fsdp1() -> FullyShardedDataParallel:
     return FullyShardedDataParallel(kneed(), use_orig_params=True, device_id=torch.device("cpu"))
 
@@ -187,7 +179,6 @@ RUNS: dict[str, dict[str, Callable[[slice], nn.Module]]] = {
     **{model_type: {way: partial(run, model_type) for way, run in WAYS.items()} for model_type in MODELS},
     "knee": KNEES,
     "muon": MUON,
-    "scalar": {"fsdp": scalar_by_fsdp},
     "fsdp1": FSDP1,
 }
 

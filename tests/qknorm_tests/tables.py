@@ -21,7 +21,6 @@ from hf_qknorm.calibration.gains import named_norms
 from hf_qknorm.families import Family, known_families
 from hf_qknorm.families.class_names import PARTS
 from hf_qknorm.model.install import as_unpatched
-from hf_qknorm.model.knees import record_powers
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import error
@@ -43,7 +42,7 @@ def applies(model_type: str, scheme: Scheme) -> bool:
     return FAMILIES[model_type].refusal(tiny_config(model_type), scheme) is None
 
 
-KNEE = Scheme(q="auto", k="auto", v="auto", knee=1.0, sharpness=8)
+KNEE = Scheme(q="auto", k="auto", v="auto")  # `randomise` gives its norms a knee
 TRIED = {**SCHEMES, "knee": KNEE}
 # Every model, every preset, and norms before attention that fold with biases and without; the sweep has all styles
 PAIRS = sorted(
@@ -156,19 +155,24 @@ def assert_near(actual: Tensor, expected: Tensor, tolerance: float, what: str = 
 
 
 @torch.no_grad()
-def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random gains, biases and knees in every head norm of `model`, in place: each changes the result by itself."""
+def randomise(model: nn.Module, seed: int = 0, *, knee: float = 0.0, sharpness: float = 1.0) -> nn.Module:
+    """Random gains, biases and mean lengths in every head norm of `model`, in place: each changes the result by itself.
+
+    A knee of 0 leaves norms plain, but those of the scheme `KNEE`.
+    """
     generator = torch.Generator().manual_seed(seed)
+    if (
+        getattr(model, "config", None) is not None
+        and getattr(model.config, "qk_norm", None) == KNEE.resolve().to_dict()
+    ):
+        knee, sharpness = 1.0, 8.0
     for norm in (module for module in model.modules() if isinstance(module, HeadNorm)):
-        if norm.knee:
-            norm.set_knee(norm.knee, 2 * float(torch.rand((), generator=generator)))
         for parameter, centre in ((norm.weight, norm.initial_gain), (norm.bias, 0.0)):
             if parameter is not None:
                 noise = torch.randn(parameter.shape, generator=generator) * 0.3
                 parameter.copy_(centre * (1 + noise) if centre else noise)
-        if norm.knee:
-            norm.set_knee(norm.knee, 0.1 + float(torch.rand((), generator=generator)))
-    record_powers(model)
+        if knee:
+            norm.set_shape(norm.rounded(knee, 0.1 + float(torch.rand((), generator=generator)), sharpness))
     return model
 
 
@@ -209,11 +213,6 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """Class, structure, config and attributes of a model, without its numbers."""
     flags = {name: sorted(vars(module)) for name, module in model.named_modules()}
     return type(model), str(model), model.config.to_dict(), type(model.config), list(model.state_dict()), flags
-
-
-def blend_of(model: nn.Module) -> float:
-    """The blend of a patched model's norms; 1 for the whole scheme."""
-    return next((float(value) for name, value in model.named_buffers() if name.endswith(".blend")), 1.0)
 
 
 def step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:

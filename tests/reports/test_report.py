@@ -59,7 +59,8 @@ def with_a_knee(layers: int = 2) -> Calibration:
     return dataclasses.replace(
         report,
         method="moments",
-        scheme=dataclasses.replace(SCHEMES["qk_norm_cap"], knee=4.0),
+        scheme=SCHEMES["qk_norm_cap"],
+        knee=4.0,
         knees={0.0: Prediction(1.7, 0.2, 0.8), 4.0: Prediction(1.531, 0.004, 0.97)},
         layers={
             name: dataclasses.replace(layer, bound=150.0 + i, after=dataclasses.replace(layer.after, **shares))

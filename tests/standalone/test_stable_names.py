@@ -12,10 +12,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
 from hf_qknorm import patch_model, standalone
-from hf_qknorm.measure.bounds import logit_bounds
 from hf_qknorm.model import attention, derived
 from hf_qknorm.standalone.generate import auto_map, standalone_code
 from hf_qknorm.standalone.runtime import DERIVED
@@ -65,19 +63,6 @@ def test_names_in_a_pickled_model():
         "hf_qknorm.model.norms.HeadNorm",
         "hf_qknorm.scheme.Scheme",
     }
-
-
-@torch.no_grad()
-def test_a_model_pickled_before_norms_had_a_sharpness():
-    model, ids = patch_model(sharp_model("llama"), "qk_norm"), torch.arange(3, 20)[None]
-    expected, bounds = model(ids).logits, logit_bounds(model)
-    for layer in attention.patched_layers(model).values():
-        for norm in attention.head_norms(layer).values():
-            for name in ("head_dim", "scheme_sharpness"):
-                delattr(norm, name)
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(again(ids).logits, expected)
-    assert logit_bounds(again) == bounds
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,7 @@ from hf_qknorm.families.class_names import AUTO_CLASSES
 from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.standalone.generate import standalone_code
-from hf_qknorm.training.blend import set_blend
 from qknorm_tests.children import WITHOUT_PACKAGE, child
-from qknorm_tests.kneed import as_older
 from qknorm_tests.tables import MODEL_TYPES, as_loaded, make_batch, randomise, sharp_model
 
 BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)
@@ -32,20 +29,17 @@ CASES = {
         for name in ("none", "qk_norm_cap", "qkv_norm", "henry", "lp")
     },
     "gpt2 folded": ("gpt2", SCHEMES["qkv_norm"], "plain"),
-    "llama with a knee": ("llama", replace(BUSY, knee=4.0), "left"),
-    "gpt2 with a knee": ("gpt2", Scheme(q="layer", k="rms", knee=2.0), "left"),
-    "mistral lp with a knee": ("mistral", replace(SCHEMES["lp"], knee=0.5), "plain"),
+    "llama with a knee": ("llama", BUSY, "left"),
+    "gpt2 with a knee": ("gpt2", Scheme(q="layer", k="rms"), "left"),
+    "mistral lp with a knee": ("mistral", SCHEMES["lp"], "plain"),
     "mistral packed": ("mistral", Scheme(q="l2", softcap=2.0), "packed"),
-    "llama on its way in": ("llama", SCHEMES["qk_norm_cap"], "plain"),
 }
 
 
 def made(name: str) -> PreTrainedModel:
     model_type, scheme, _ = CASES[name]
-    model = as_loaded(randomise(patch_model(sharp_model(model_type), scheme))).eval()
-    if name == "llama on its way in":
-        set_blend(model, 0.5)
-    return model
+    model = patch_model(sharp_model(model_type), scheme)
+    return as_loaded(randomise(model, knee=2.0, sharpness=8.0) if "knee" in name else randomise(model)).eval()
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +77,10 @@ def test_it_computes_what_the_package_does(name, folders):
 
 
 WRONG_KNEES = {
-    "missing": (lambda w, name: w.pop(name), "1 norm parameters are missing from the weights"),
-    "NaN": (lambda w, name: w[name].fill_(float("nan")), "is nan, expected a finite number"),
-    "zero": (lambda w, name: w[name].fill_(0.0), "is 0, expected a finite number"),
-    "channels": (lambda w, name: w.update({name: torch.ones(16)}), "of another shape in the weights"),
+    "missing": (lambda w, name: w.pop(name), "written by a version before 1.0: convert it again"),
+    "NaN": (lambda w, name: w[name].fill_(float("nan")), "is [nan, nan, nan], expected three finite numbers"),
+    "zero": (lambda w, name: w[name].fill_(0.0), "the last at least 1"),
+    "channels": (lambda w, name: w.update({name: torch.ones(16)}), "has shape [16], expected [3]"),
     "integer": (lambda w, name: w.update({name: torch.tensor(3)}), "has dtype I64, expected one of"),
 }
 LOAD = """
@@ -106,15 +100,14 @@ for folder in sys.argv[1:]:
 def test_without_the_package_an_invalid_knee_is_refused(tmp_path):
     for case, (change, _) in WRONG_KNEES.items():
         made("llama with a knee").save_pretrained(tmp_path / case)
-        as_older(tmp_path / case)
         add_standalone(tmp_path / case)
         weights = load_file(tmp_path / case / "model.safetensors")
-        change(weights, "model.layers.1.self_attn.k_norm.eps")
+        change(weights, "model.layers.1.self_attn.k_norm.knee")
         save_file(weights, tmp_path / case / "model.safetensors", metadata={"format": "pt"})
     lines = child(LOAD, *(tmp_path / case for case in WRONG_KNEES), home=tmp_path).splitlines()
     for (_, message), line in zip(WRONG_KNEES.values(), lines, strict=True):
         assert message in line
-        assert "k_norm.eps" in line
+        assert "k_norm.knee" in line
 
 
 def test_saving_again_includes_the_code(folders):
@@ -129,7 +122,7 @@ def test_the_file_imports_torch_and_transformers_alone(model_type):
     """It may also import transformers' own requirements."""
     code = standalone_code(model_type)
     modules = {line.split()[1].partition(".")[0] for line in code.splitlines() if line.startswith(("import ", "from "))}
-    assert modules - set(sys.stdlib_module_names) == {"huggingface_hub", "safetensors", "torch", "transformers"}
+    assert modules - set(sys.stdlib_module_names) == {"huggingface_hub", "torch", "transformers"}
     longest = max(code.splitlines(), key=len)
     assert len(longest) <= 120, longest
 

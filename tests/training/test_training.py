@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, set_seed
 
-from hf_qknorm import SCHEMES, Scheme, patch_model
+from hf_qknorm import SCHEMES, patch_model
 from qknorm_tests.covering import covering
+from qknorm_tests.kneed import knees_of
 from qknorm_tests.short_runs import StopAt, assert_equal_weights, counting, losses, trainer
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
@@ -56,28 +57,24 @@ def test_resuming_gives_the_weights_of_an_uninterrupted_run(model_type, preset, 
 
 
 def test_knees_load_from_resumed_and_from_best_checkpoints(tmp_path):
-    """The knees of the model that Trainer gets do not matter; in bf16 knees stay in fp32."""
+    """The knees of the model that Trainer gets do not matter, in bf16 too."""
 
     def fresh(seed: int) -> PreTrainedModel:
-        model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", knee=4.0)).to(torch.bfloat16)
-        return randomise(model, seed)
-
-    def knees(model: Any) -> dict[str, Tensor]:
-        return {name: eps.clone() for name, eps in model.state_dict().items() if name.endswith(".eps")}
+        model = patch_model(tiny_model("llama"), "qk_norm").to(torch.bfloat16)
+        return randomise(model, seed, knee=4.0)
 
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "bf16": True}
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, **best}
-    expected = knees(fresh(0))
+    expected = knees_of(fresh(0))
     trainer(fresh(0), tmp_path, StopAt(4), **options).train()
     second = trainer(fresh(1), tmp_path, **options)
-    assert not any(torch.equal(eps, expected[name]) for name, eps in knees(second.model).items())
+    assert not any(torch.equal(knee, expected[name]) for name, knee in knees_of(second.model).items())
     second.train(resume_from_checkpoint=True)
     assert second.state.best_model_checkpoint
     for model in (second.model, AutoModelForCausalLM.from_pretrained(second.state.best_model_checkpoint)):
-        assert len(knees(model)) == 4
-        for name, eps in knees(model).items():
-            assert eps.dtype == torch.float32
-            assert torch.equal(eps, expected[name])
+        assert len(knees_of(model)) == 4
+        for name, knee in knees_of(model).items():
+            assert torch.equal(knee, expected[name])
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from hf_qknorm.ops.checks import refuse_forward_mode
 from hf_qknorm.ops.cpu import build
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.ops.norms import NORMS, PLAIN, Shape
 from hf_qknorm.ops.registration import differentiable
 from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, Heads, Norm, Rotary
 
 # The arguments of the compiled operator `norm_rope`
 FIELDS: Final = {
-    **{"x": "Tensor", "normed": "bool", "centred": "bool", "summed": "bool", "gain": "Tensor?", "bias": "Tensor?"},
-    **{"eps": "float", "sharpness": "int", "cos": "Tensor?", "sin": "Tensor?", "interleaved": "bool"},
+    **{"x": "Tensor", "normed": "bool", "centred": "bool", "gain": "Tensor?", "bias": "Tensor?", "eps": "float"},
+    **{"sharpness": "float", "length": "float", "cos": "Tensor?", "sin": "Tensor?", "interleaved": "bool"},
 }
 
 
@@ -30,7 +30,8 @@ def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
     """
     q, k, _, q_norm, k_norm, rotary = heads
     run = build.overload("differentiable_norm_rope" if torch.is_grad_enabled() else "norm_rope")
-    of_queries, of_keys = (q, *_arguments(q_norm, rotary)), (k, *_arguments(k_norm, rotary))
+    columns = q.shape[-1]
+    of_queries, of_keys = (q, *_arguments(q_norm, columns, rotary)), (k, *_arguments(k_norm, columns, rotary))
     refuse_forward_mode((*of_queries, *of_keys))
     return run(*of_queries), run(*of_keys)
 
@@ -49,7 +50,7 @@ def _fits(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     """Whether kind and dtype are known, and gain, bias and angles have the shapes that the operator takes."""
     batch, heads, length, columns = x.shape
     known = norm.kind == "none" or (norm.kind in NORMS and not NORMS[norm.kind].any_order)
-    if not known or norm.blend is not None or x.dtype not in DTYPES or columns > MOST_COLUMNS:
+    if not known or x.dtype not in DTYPES or columns > MOST_COLUMNS:
         return False
     parameters = [value for value in (norm.gain, norm.bias) if value is not None]
     if any((*value.shape,) not in ((1,), (columns,), (heads, columns)) for value in parameters):
@@ -61,16 +62,20 @@ def _fits(x: Tensor, norm: Norm, rotary: Rotary | None) -> bool:
     return cos.shape == sin.shape and cos.dim() == 3 and cos.shape[:2] in angles and 2 * cos.shape[2] <= columns
 
 
-def _arguments(norm: Norm, rotary: Rotary | None) -> tuple[Any, ...]:
-    name, gain, bias, _, eps, _, sharpness = norm
-    kind = NORMS.get(name)
-    switches = (False, False, False) if kind is None else (True, kind.centred, kind.summed)
-    return *switches, gain, bias, float(eps), sharpness, *(rotary or (None, None, False))
+def _arguments(norm: Norm, columns: int, rotary: Rotary | None) -> tuple[Any, ...]:
+    """The operator's arguments behind x: the norm's shape in numbers, as it may move before the backward pass."""
+    name, gain, bias, eps, _, knee = norm
+    angles = rotary or (None, None, False)
+    if (kind := NORMS.get(name)) is None:
+        return False, False, gain, bias, eps, 1.0, 1.0, *angles
+    shape = PLAIN if knee is None else Shape.of(knee)
+    length = shape.length(eps, 2.0, columns if kind.summed else 1)
+    return True, kind.centred, gain, bias, eps * 2.0**shape.epsilon, shape.sharpness, length, *angles
 
 
 def _backward(grad: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     """Gradients of x, gain and bias."""
-    normed, _, _, gain, bias, *_ = arguments
+    normed, _, gain, bias, *_ = arguments
     dx, *sums = build.overload("norm_rope_backward")(x, *arguments, grad)
     return dx, *(
         None if value is None or not normed else total.sum_to_size(value.shape).to(value.dtype)

@@ -71,7 +71,7 @@ class ScoreArguments(NamedTuple):
 
 
 class NormArguments(NamedTuple):
-    """Gain and bias, each with its strides between heads and columns; blend; ε is `stored_eps` if given, else `eps`."""
+    """Gain and bias, each with its strides between heads and columns; the scheme's eps, p, and the knee `[3]`."""
 
     gain: Tensor | None = None
     gain_head: int = 0
@@ -79,24 +79,22 @@ class NormArguments(NamedTuple):
     bias: Tensor | None = None
     bias_head: int = 0
     bias_column: int = 0
-    blend: Tensor | None = None
-    stored_eps: Tensor | None = None
     eps: float = 0.0
     p: float = 2.0
+    knee: Tensor | None = None
 
     @classmethod
     def of(cls, norm: Norm) -> NormArguments:
         norm = Norm() if norm.kind == "none" else norm
-        return cls(*_by_head(norm.gain), *_by_head(norm.bias), norm.blend, *norm.eps_parts, norm.p)
+        return cls(*_by_head(norm.gain), *_by_head(norm.bias), norm.eps, norm.p, norm.knee)
 
 
 class NormConstants(NamedTuple):
-    """What a norm's arithmetic is compiled for, fields of `norms.NormKind` and the sharpness; `NORM` in kernels."""
+    """What a norm's arithmetic is compiled for, fields of `norms.NormKind`; `NORM` in kernels."""
 
     centred: bool
     summed: bool
     any_order: bool
-    sharpness: int
 
     @classmethod
     def of(cls, norm: Norm) -> NormConstants | None:
@@ -104,12 +102,11 @@ class NormConstants(NamedTuple):
         if norm.kind == "none":
             return None
         kind = NORMS[norm.kind]
-        return cls(kind.centred, kind.summed, kind.any_order, norm.sharpness)
+        return cls(kind.centred, kind.summed, kind.any_order)
 
     def __str__(self) -> str:
         """The properties that it has, for tables of kernels."""
-        named = [name for name, value in self._asdict().items() if value is True]
-        return "+".join([*named, f"s{self.sharpness}"])
+        return "+".join(name for name, value in self._asdict().items() if value) or "rms"
 
 
 def _by_head(values: Tensor | None) -> tuple[Tensor | None, int, int]:

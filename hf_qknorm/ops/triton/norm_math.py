@@ -10,22 +10,27 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LEAST = tl.constexpr(1e-30)  # of a ratio: 0 has an infinite logarithm
+
 
 @triton.jit
 def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Shift, factor and share `[M]` of the rows x `[M, P]`; `real` `[P]` is False for padding. `norm`: `NormArguments`.
+    """Shift, factor, unit and pull `[M]` of the rows x `[M, P]`; `real` `[P]` is False for padding.
 
-    The share is the part of a row's own size in its divisor. A row of zeros (for a centred norm: of equal entries) has
-    factor and share 0: it stays zero and gets no gradient.
+    `norm` is `NormArguments`. n times the unit is of length D^(1/p) beyond the knee; the pull is the slope of a row's
+    divisor, over D. A row of zeros (for a centred norm: of equal entries) has factor 0: it stays zero and gets no
+    gradient.
     """
-    eps = norm.eps
-    if norm.stored_eps is not None:
-        eps = tl.load(norm.stored_eps).to(tl.float32)
     zeros = tl.zeros([x.shape[0]], tl.float32)
     shift = zeros
     factor = zeros + 1.0
-    share = zeros
+    unit = factor
+    pull = zeros
     if NORM is not None:
+        order = 2.0
+        if NORM.any_order:
+            order = norm.p
+        eps, length, sharpness = _shape(norm, order, HEAD_DIM, NORM)
         if NORM.centred:
             shift = tl.sum(x, 1) / HEAD_DIM
             x = tl.where(real[None, :], x - shift[:, None], 0.0)
@@ -33,69 +38,66 @@ def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
             largest = tl.max(tl.abs(x), 1)
             floor = tl.sqrt_rn(zeros + eps)
             peak = tl.maximum(largest, floor)  # |x|ᵖ must not overflow
-            own = tl.sum(_power(tl.abs(x) / peak[:, None], norm.p), 1)
-            power = _smooth_maximum(own, HEAD_DIM * _power(floor / peak, norm.p), NORM.sharpness)
-            share = tl.where(largest > 0, own / power, 0.0)
-            if not NORM.summed:
-                power = power / HEAD_DIM
-            factor = tl.where(largest > 0, tl.exp2(-tl.log2(power) / norm.p) / peak, 0.0)
+            own = tl.sum(_power(tl.abs(x) / peak[:, None], order), 1) / HEAD_DIM
+            size = _smooth_maximum(own, _power(floor / peak, order), sharpness)
+            factor = tl.where(largest > 0, tl.exp2(-tl.log2(size) / order) * (length / peak), 0.0)
         else:
-            square = tl.sum(x * x, 1) / HEAD_DIM
-            size = _smooth_maximum(square, eps, NORM.sharpness)
-            share = tl.where(square > 0, square / size, 0.0)
-            factor = tl.where(square > 0, 1.0 / tl.sqrt_rn(size), 0.0)
-            if NORM.summed:
-                factor = factor * (HEAD_DIM**-0.5)
-    return shift, factor, share
+            own = tl.sum(x * x, 1) / HEAD_DIM
+            size = _smooth_maximum(own, zeros + eps, sharpness)
+            factor = tl.where(own > 0, length / tl.sqrt_rn(size), 0.0)
+        unit = unit / length
+        pull = zeros + 1.0 / HEAD_DIM
+        if sharpness > 1.0:
+            pull *= tl.exp2((sharpness - 1.0) * tl.log2(tl.maximum(own / size, LEAST)))
+    return shift, factor, unit, pull
 
 
 @triton.jit
-def backward(dn, x, real, shift, factor, share, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+def _shape(norm, order, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """ε, the factor beside the gain, and the sharpness: the norm's `norms.Shape`, read in bfloat16."""
+    length = 1.0
+    if NORM.summed:
+        length = tl.exp2(-tl.log2(tl.full([], HEAD_DIM, tl.float32)) / order)
+    eps = norm.eps
+    sharpness = 1.0
+    if norm.knee is not None:
+        a = tl.load(norm.knee).to(tl.bfloat16).to(tl.float32)
+        b = tl.load(norm.knee + 1).to(tl.bfloat16).to(tl.float32)
+        sharpness = tl.load(norm.knee + 2).to(tl.bfloat16).to(tl.float32)
+        eps = norm.eps * tl.exp2(a)
+        most = tl.maximum(a, b)
+        total = 1.0 + tl.exp2((tl.minimum(a, b) - most) * (sharpness * order * 0.5))
+        kept = tl.sqrt_rn(norm.eps * tl.exp2(most)) * tl.exp2(tl.log2(total) / (sharpness * order))
+        length = tl.where(b == 0, length, kept)
+    return eps, length, sharpness
+
+
+@triton.jit
+def backward(dn, x, real, shift, factor, unit, pull, p, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
     """The gradient of x `[M, P]` and n itself, for the gradient dn of n = (x − shift)·factor; padding in dn is zero."""
     n = tl.where(real[None, :], (x - shift[:, None]) * factor[:, None], 0.0)
     dx = dn
     if NORM is not None:
-        along = tl.sum(dn * n, 1)[:, None]
-        if not NORM.summed:
-            along = along / HEAD_DIM
-        slope = n
+        units = n * unit[:, None]
+        slope = units
         if NORM.any_order:
-            size = _power(tl.abs(n), p - 1.0)
+            size = _power(tl.abs(units), p - 1.0)
             slope = tl.where(n < 0, -size, size)
-        if NORM.sharpness > 1:  # the divisor's slope; its power would enlarge the errors of a share that is made of n
-            along *= _odd_power(share[:, None], NORM.sharpness)
-        dx = dn - slope * along
+        dx = dn - slope * (tl.sum(dn * units, 1) * pull)[:, None]
         if NORM.centred:
             dx -= (tl.sum(dx if NORM.any_order else dn, 1) / HEAD_DIM)[:, None]
     return dx * factor[:, None], n
 
 
 @triton.jit
-def _smooth_maximum(a, b, SHARPNESS: tl.constexpr):
+def _smooth_maximum(a, b, sharpness):
     """(aˢ + bˢ)^(1/s) for numbers that are not negative, by the ratio of the smaller to the larger."""
     total = a + b
-    if SHARPNESS > 1:
+    if sharpness > 1.0:
         larger = tl.maximum(a, b)
-        ratio = tl.minimum(a, b) / larger
-        total = 1.0 + ratio * _odd_power(ratio, SHARPNESS)
-        total = tl.sqrt_rn(total)
-        if SHARPNESS > 2:
-            total = tl.sqrt_rn(total)
-        if SHARPNESS > 4:
-            total = tl.sqrt_rn(total)
-        total = larger * total
+        ratio = tl.maximum(tl.minimum(a, b) / larger, LEAST)
+        total = larger * tl.exp2(tl.log2(1.0 + tl.exp2(sharpness * tl.log2(ratio))) / sharpness)
     return total
-
-
-@triton.jit
-def _odd_power(x, SHARPNESS: tl.constexpr):
-    """x^(s − 1) for s = 2, 4 or 8."""
-    power = x
-    if SHARPNESS > 2:
-        power = power * power * x
-    if SHARPNESS > 4:
-        power = power * power * x
-    return power
 
 
 @triton.jit

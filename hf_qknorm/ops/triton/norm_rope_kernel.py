@@ -40,14 +40,12 @@ def _per_column(values, head_stride, column_stride, head, columns, HEAD_DIM: tl.
 
 @triton.jit
 def _normed(x, shift, factor, norm, head, columns, HEAD_DIM: tl.constexpr):
-    """The entries x `[M, P]` of these columns after the norm, with gain, bias and blend."""
+    """The entries x `[M, P]` of these columns after the norm, with gain and bias."""
     y = (x - shift[:, None]) * factor[:, None]
     if norm.gain is not None:
         y = y * _per_column(norm.gain, norm.gain_head, norm.gain_column, head, columns, HEAD_DIM)
     if norm.bias is not None:
         y = y + _per_column(norm.bias, norm.bias_head, norm.bias_column, head, columns, HEAD_DIM)
-    if norm.blend is not None:
-        y = x + tl.load(norm.blend).to(tl.float32) * (y - x)
     return y
 
 
@@ -77,7 +75,7 @@ def _prepare(
         x = _load_tile(source, batch, head, rows, columns, live)
         z = _load_tile(source, batch, head, rows, columns + PADDED // 2, live)
         whole = tl.join(x, z).reshape(BLOCK, PADDED)  # in another order, which the norm's statistics do not see
-        shift, factor, _ = norm_math.statistics(whole, tl.arange(0, PADDED) >= 0, norm, HEAD_DIM, NORM)
+        shift, factor, _, _ = norm_math.statistics(whole, tl.arange(0, PADDED) >= 0, norm, HEAD_DIM, NORM)
         x = _normed(x, shift, factor, norm, head, columns, HEAD_DIM)
         z = _normed(z, shift, factor, norm, head, columns + PADDED // 2, HEAD_DIM)
         c, s = _rotation(rotary, batch, rows, columns, live)
@@ -92,7 +90,7 @@ def _prepare(
         real = columns < HEAD_DIM
         live = live & real[None, :]
         x = _load_tile(source, batch, head, rows, columns, live)
-        shift, factor, _ = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
+        shift, factor, _, _ = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
         y = _normed(x, shift, factor, norm, head, columns, HEAD_DIM)
         if ROTARY > 0:
             other, angle, sign = norm_math.partners(columns, ROTARY, INTERLEAVED)
@@ -190,8 +188,6 @@ def _raw_gradient(
     real = columns < HEAD_DIM
     gains = tl.zeros([BLOCK, PADDED], tl.float32)
     biases = tl.zeros([BLOCK, PADDED], tl.float32)
-    if norm.blend is not None:
-        blend = tl.load(norm.blend).to(tl.float32)
     if norm.gain is not None:
         gain = _per_column(norm.gain, norm.gain_head, norm.gain_column, head, columns, HEAD_DIM)
     first = chunk * (BLOCK * STEPS)
@@ -206,19 +202,15 @@ def _raw_gradient(
             c, s = _rotation(rotary, batch, rows, angle, rotated)
             dy = tl.where(rotated, dy * c - dz * (s * sign[None, :]), dy)
         dy = dy * multiplier
-        bypassed = dy * 0.0
-        if norm.blend is not None:
-            bypassed = dy * (1.0 - blend)
-            dy = dy * blend
         x = _load_tile(source, batch, head, rows, columns, live)
-        shift, factor, share = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
+        shift, factor, unit, pull = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
         dn = dy
         if norm.gain is not None:
             dn = dy * gain
-        dx, n = norm_math.backward(dn, x, real, shift, factor, share, norm.p, HEAD_DIM, NORM)
+        dx, n = norm_math.backward(dn, x, real, shift, factor, unit, pull, norm.p, HEAD_DIM, NORM)
         gains += dy * n
         biases += dy
-        dx = (bypassed + dx).to(result.data.dtype.element_ty)
+        dx = dx.to(result.data.dtype.element_ty)
         tl.store(result.data + _entries(result, batch, head, rows, columns), dx, mask=live)
     if dgain is not None:
         tl.store(dgain + slot + columns, tl.sum(gains, 0), mask=real)

@@ -40,22 +40,17 @@ def store_raw_gradient(
         columns = tl.arange(0, C.PADDED)
         x = load_tile(X, batch, head, start, length, BLOCK, C).to(tl.float32)
         real = columns >= 0
-        shift, factor, share = statistics(x, real, norm, C.PADDED, NORM)
-        normed = grad
-        if norm.blend is not None:
-            normed = grad * tl.load(norm.blend).to(tl.float32)
-        dn = normed
+        shift, factor, unit, pull = statistics(x, real, norm, C.PADDED, NORM)
+        dn = grad
         if norm.gain is not None:
             gain = tl.load(norm.gain + head * norm.gain_head + columns * norm.gain_column)
-            dn = normed * gain.to(tl.float32)[None, :]
-        dx, n = backward(dn, x, real, shift, factor, share, norm.p, C.PADDED, NORM)
+            dn = grad * gain.to(tl.float32)[None, :]
+        dx, n = backward(dn, x, real, shift, factor, unit, pull, norm.p, C.PADDED, NORM)
         own = tl.program_id(0).to(tl.int64) * C.PADDED + columns
         if norm.gain is not None:
-            tl.store(dgain + own, tl.sum(normed * n, 0))
+            tl.store(dgain + own, tl.sum(grad * n, 0))
         if dbias is not None:
             rows = (tl.arange(0, BLOCK) + start < length)[:, None]  # past the end are weights, but no rows
-            tl.store(dbias + own, tl.sum(tl.where(rows, normed, 0.0), 0))
-        if norm.blend is not None:
-            dx += grad - normed
+            tl.store(dbias + own, tl.sum(tl.where(rows, grad, 0.0), 0))
         grad = dx
     store_tile(DX, grad, batch, head, start, length, BLOCK, C)

@@ -13,7 +13,7 @@ from fuzz.lines import Table, Values
 from fuzz.tables import CPP, TRITON
 from hf_qknorm.ops import operators
 from hf_qknorm.ops.cpu import build
-from hf_qknorm.ops.norms import NORMS, SHARPNESSES
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.registration import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -26,6 +26,9 @@ class Target(NamedTuple):
     table: Table
     draw: Callable[[int], Values]
     call: Callable[[Values], list[Tensor]]
+
+
+SHARPNESSES = (1.0, 2.0, 5.5, 8.0)
 
 
 class _Draw:
@@ -83,10 +86,8 @@ class _Draw:
     def norm(self, side: str, heads: int) -> Values:
         kind = self.random.choice((*NORMS, "none"))
         gain, bias = (self.maybe(lambda: self.parameter(heads)) for _ in range(2))
-        eps = self.maybe(lambda: torch.tensor(0.5))
-        values = {"kind": kind, "gain": gain, "bias": bias, "stored_eps": eps}
-        values |= {"blend": self.maybe(lambda: torch.tensor(0.5)), "eps": 0.0 if eps is not None else 1e-6, "p": 3.0}
-        values["sharpness"] = self.random.choice(SHARPNESSES)
+        values = {"kind": kind, "gain": gain, "bias": bias, "eps": 1e-6, "p": 3.0}
+        values["knee"] = self.maybe(lambda: torch.tensor([20.0, 19.0, self.random.choice(SHARPNESSES)]))
         return {f"{side}_{name}": x for name, x in values.items()}
 
     def norms(self) -> Values:
@@ -116,9 +117,9 @@ def _cpp_norm_rope(seed: int) -> Values:
     draw = _Draw(seed, fused=False)
     x = draw.normal(draw.batch, draw.queries, draw.heads, draw.columns).transpose(1, 2)
     gain, bias = (draw.maybe(lambda: draw.parameter(draw.heads)) for _ in range(2))
-    switches = {name: draw.random.random() < 0.5 for name in ("centred", "summed")}
-    eps = {"eps": 0.5, "sharpness": draw.random.choice(SHARPNESSES)}
-    return {"x": x, "normed": True, **switches, "gain": gain, "bias": bias, **eps, **draw.angles()}
+    shape = {"eps": 0.5, "sharpness": draw.random.choice(SHARPNESSES), "length": 0.7}
+    centred = draw.random.random() < 0.5
+    return {"x": x, "normed": True, "centred": centred, "gain": gain, "bias": bias, **shape, **draw.angles()}
 
 
 def _cpp_norm_rope_backward(seed: int) -> Values:
@@ -143,8 +144,7 @@ def _fused(seed: int) -> Values:
 
 
 def _plain_norms() -> Values:
-    norm = {"kind": "none", "gain": None, "bias": None, "blend": None, "stored_eps": None, "eps": 1e-6, "p": 2.0}
-    norm["sharpness"] = 1
+    norm = {"kind": "none", "gain": None, "bias": None, "eps": 1e-6, "p": 2.0, "knee": None}
     angles = {"cos": None, "sin": None, "interleaved": False}
     return {f"{side}_{name}": x for side in "qk" for name, x in norm.items()} | angles
 

@@ -76,7 +76,8 @@ CPP_NORM_ROPE: Final[Table] = {
     "gain": PARAMETER,
     "bias": PARAMETER,
     "eps": Number("≥ 0", lambda x, values: x >= 0),
-    "sharpness": SHARPNESS,
+    "sharpness": Number("≥ 1", lambda x, values: x >= 1),
+    "length": Number("> 0", lambda x, values: x > 0),
     "cos": COS,
     "sin": SIN,
     "interleaved": SWITCH,
@@ -105,14 +106,10 @@ def _norm(side: str, heads: str) -> Table:
     """The lines of a norm: of queries ("q") or keys ("k")."""
     parameter = replace(PARAMETER, shapes=f"1 | D | {heads} D")
 
-    def eps_fits(x: Any, values: Values) -> bool:
-        return values[f"{side}_stored_eps"] is not None or x >= 0
-
     lines = {
         "kind": KINDS,
-        **{"gain": parameter, "bias": parameter, "blend": SINGLE, "stored_eps": SINGLE},
-        **{"eps": Number("≥ 0, without stored_eps", eps_fits), "p": Number("≥ 1", lambda x, values: x >= 1)},
-        "sharpness": SHARPNESS,
+        **{"gain": parameter, "bias": parameter, "eps": CPP_NORM_ROPE["eps"]},
+        **{"p": Number("≥ 1", lambda x, values: x >= 1), "knee": Line("3", FLOATING, "packed", optional=True)},
     }
     return {f"{side}_{name}": line for name, line in lines.items()}
 

@@ -20,7 +20,7 @@ from qknorm_tests.norm_cases import CASES, DEVICE, Case, draw, expected, gradien
 
 LONG = Case(head_dim=64, length=600, batch=2, heads=(4, 2))  # so many rows that threads share them
 LONGER = [LONG._replace(norms=(kind, "rms")) for kind in ("rms", "layer", "l2")]
-TAKEN = [case._replace(factor=1.0) for case in (*CASES, *LONGER) if "lp" not in case.norms and case.blend is None]
+TAKEN = [case._replace(factor=1.0) for case in (*CASES, *LONGER) if "lp" not in case.norms]
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="the cases are drawn on the GPU")
@@ -60,34 +60,50 @@ def is_taken(x: Tensor, norm: Norm, rotary: Rotary | None = None) -> bool:
     return norm_rope.why_not(Heads(x, x, x, norm, Norm(), rotary)) is None
 
 
+def shaped(eps: float, sharpness: float) -> Norm:
+    """An RMSNorm with this ε, which is the scheme's eps, and a sharpness."""
+    return Norm("rms", eps=eps, knee=torch.tensor([0.0, 0.0, sharpness]))
+
+
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
-@pytest.mark.parametrize("sharpness", [1, 8])
-def test_rows_of_zeros_have_no_gradient(eps: float, sharpness: int) -> None:
+@pytest.mark.parametrize("sharpness", [1.0, 3.0, 8.0])
+def test_rows_of_zeros_have_no_gradient(eps: float, sharpness: float) -> None:
     x = torch.zeros(1, 2, 3, 16, requires_grad=True)
-    one(x, Norm("rms", eps=eps, sharpness=sharpness)).sum().backward()
+    one(x, shaped(eps, sharpness)).sum().backward()
     assert x.grad is not None
     assert not x.grad.any()
 
 
 def test_the_operator_is_one_of_torch() -> None:
     x, angles = torch.randn(1, 4, 5, 16), torch.ones(1, 5, 8)
-    values = (x, True, False, False, torch.ones(16), None, 1e-6, 1, angles, angles, False)
+    values = (x, True, False, torch.ones(16), None, 1e-6, 1.0, 1.0, angles, angles, False)
     operator = build.overload("norm_rope")
     assert [argument.name for argument in operator._schema.arguments] == [*norm_rope.FIELDS]
     opcheck(operator, values, test_utils="test_schema")
 
 
-@pytest.mark.parametrize(("kind", "size", "sharpness"), covering(["rms", "layer", "l2"], [1e-18, 1e18], [1, 8]))
-def test_rows_of_any_size_are_within_the_budget(kind, size, sharpness):
-    x = size * torch.randn(1, 2, 3, 40)
-    got, eager, exact = (
-        function(heads, Norm(kind, eps=1e-37, sharpness=sharpness), None)
-        for function, heads in ((one, x), (reference.norm_rope_one, x), (reference.norm_rope_one, x.double()))
-    )
-    assert_within_budget(got, exact, eager, kind)
+def test_the_knee_may_move_between_the_passes() -> None:
+    x = torch.randn(1, 2, 3, 16, requires_grad=True)
+    knee = torch.tensor([20.0, 18.0, 8.0])
+    expected = torch.autograd.grad(one(x, Norm("rms", knee=knee)).sum(), x)
+    out = one(x, Norm("rms", knee=knee))
+    knee.zero_()
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], expected[0])
 
 
-def test_a_row_of_zeros_stays_zero_and_nan_stays_nan():
+def test_a_plain_norm_has_the_bits_of_one_without_a_knee() -> None:
+    x = torch.randn(1, 2, 3, 16)
+    assert torch.equal(one(x, Norm("rms", knee=torch.tensor([0.0, 0.0, 1.0]))), one(x, Norm("rms")))
+
+
+@pytest.mark.parametrize(("kind", "size", "sharpness"), covering(["rms", "layer", "l2"], [1e-18, 1e18], [1, 6, 8]))
+def test_rows_of_any_size_are_within_the_budget(kind: str, size: float, sharpness: float) -> None:
+    x, norm = size * torch.randn(1, 2, 3, 40), shaped(1e-37, sharpness)._replace(kind=kind)
+    exact, eager = (reference.norm_rope_one(heads, norm, None) for heads in (x.double(), x))
+    assert_within_budget(one(x, norm), exact, eager, kind)
+
+
+def test_a_row_of_zeros_stays_zero_and_nan_stays_nan() -> None:
     x = torch.zeros(1, 1, 2, 16)
     x[..., 1, 3] = torch.nan
     got = one(x, Norm("rms"))
@@ -95,13 +111,32 @@ def test_a_row_of_zeros_stays_zero_and_nan_stays_nan():
     assert got[..., 1, :].isnan().any()
 
 
-OTHERS = [Norm("lp", p=3.0), Norm("rms", blend=torch.zeros(())), Norm("unknown")]
+WRONG = [
+    ({"eps": -1.0}, "eps must not be negative"),
+    ({"eps": float("nan")}, "eps must not be negative"),
+    ({"sharpness": 0.5}, "sharpness must be at least 1"),
+    ({"length": 0.0}, "length must be above 0"),
+    ({"gain": torch.ones(3)}, "gain must be"),
+    ({"cos": torch.ones(1, 3, 4)}, "cos and sin must be given together"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_the_operator_refuses_what_does_not_fit(changed: dict[str, object], message: str) -> None:
+    right = dict.fromkeys(norm_rope.FIELDS) | {"x": torch.zeros(1, 2, 3, 16), "normed": True, "centred": False}
+    right |= {"eps": 1e-6, "sharpness": 1.0, "length": 1.0, "interleaved": False}
+    build.overload("norm_rope")(*right.values())
+    with pytest.raises(ValueError, match=message):
+        build.overload("norm_rope")(*(right | changed).values())
+
+
+OTHERS = [Norm("lp", p=3.0), Norm("unknown")]
 for shape in ((3,), (3, 16), (2, 8), (2, 16, 1)):
     OTHERS += [Norm("rms", torch.ones(shape)), Norm("rms", None, torch.ones(shape))]
 
 
 @pytest.mark.parametrize("norm", OTHERS)
-def test_other_norms_are_left_to_torch(norm):
+def test_other_norms_are_left_to_torch(norm: Norm) -> None:
     x, taken = torch.zeros(2, 2, 1, 16), Norm("rms", torch.ones(2, 16), torch.ones(16))
     assert is_taken(x, taken)
     assert not is_taken(x, norm)
@@ -111,7 +146,7 @@ def test_other_norms_are_left_to_torch(norm):
 
 
 @pytest.mark.parametrize("shape", [(3, 1, 4), (1, 2, 4), (1, 1, 9), (1, 4)], ids=str)
-def test_angles_that_do_not_fit_are_left_to_torch(shape):
+def test_angles_that_do_not_fit_are_left_to_torch(shape: tuple[int, ...]) -> None:
     """PyTorch broadcasts them, or raises its own error."""
     x, cos = torch.zeros(2, 2, 1, 16), torch.ones(shape)
     assert is_taken(x, Norm("rms"), Rotary(torch.ones(1, 1, 4), torch.ones(1, 1, 4)))

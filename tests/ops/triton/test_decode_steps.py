@@ -12,6 +12,7 @@ from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention_decode, norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.norm_cases import knee_at
 from qknorm_tests.random_qkv import make_qkv
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -31,7 +32,7 @@ class Steps(NamedTuple):
     static: bool = True
     splits: int = 2
     knee: float | None = None
-    sharpness: int = 1
+    sharpness: float = 1.0
 
     def __str__(self) -> str:
         changed = [f"{name}={x}" for name, x in self._asdict().items() if x != self._field_defaults[name]]
@@ -77,8 +78,8 @@ class Tokens(NamedTuple):
         heads = make_qkv(2, *steps.heads, length, length, d, dtype=steps.dtype)
         q, k, v = (x.detach().to(DEVICE) for x in heads)
         gains = (torch.linspace(0.5, 2.0, d), torch.linspace(1.5, 0.5, d))
-        eps = 1e-6 if steps.knee is None else torch.tensor(steps.knee, device=DEVICE)  # of vectors of mean square 1
-        q_norm, k_norm = (Norm("rms", gain.to(q), eps=eps, sharpness=steps.sharpness) for gain in gains)
+        knee = None if steps.knee is None else knee_at(steps.knee, steps.sharpness)
+        q_norm, k_norm = (Norm("rms", gain.to(q), knee=knee) for gain in gains)
         angles = (torch.arange(length)[:, None] * 10.0 ** -torch.linspace(0, 3, d // 2))[None]
         rotary = Rotary(angles.cos().to(q), angles.sin().to(q))
         sinks = torch.linspace(-2.0, 2.0, steps.heads[0]).to(q) if steps.sinks else None

@@ -14,6 +14,7 @@ from hf_qknorm.ops import library, operators
 from hf_qknorm.ops.registration import pack, pack_norms
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 from qknorm_tests.error_budget import error
+from qknorm_tests.norm_cases import knee_at
 from qknorm_tests.operator_calls import call
 from qknorm_tests.slow import slow_but
 
@@ -33,9 +34,9 @@ def heads(length: int = T) -> list[Tensor]:
 def parts(length: int = T, knee: float = 0.0) -> dict[str, Any]:
     """Norms with gains and a bias, with or without a knee, and a rotation."""
     angles = draw(1, length, D // 2, seed=3).detach()
-    eps = torch.tensor(knee, device=DEVICE) if knee else 1e-6
-    k_norm = Norm("layer", draw(HK, D, seed=4), draw(HK, D, seed=5), eps=eps)
-    q_norm = Norm("rms", draw(D, seed=6), eps=eps)
+    shape = knee_at(knee, 4.0) if knee else None
+    k_norm = Norm("layer", draw(HK, D, seed=4), draw(HK, D, seed=5), knee=shape)
+    q_norm = Norm("rms", draw(D, seed=6), knee=shape)
     return {"q_norm": q_norm, "k_norm": k_norm, "rotary": Rotary(angles.cos(), angles.sin())}
 
 

@@ -152,38 +152,21 @@ void check_gradients(const Tensor& q, const Tensor& k, const Tensor& grad, const
   TORCH_CHECK_VALUE(dq.size(0) >= 1, "dq must have at least one part, got ", dq.sizes());
 }
 
-void check_norm_rope(const Tensor& x, const NormRope& by, const std::string& side) {
+void check_norm_rope(const Tensor& x, const NormRope& by) {
   const auto& [kind, gain, bias, cos, sin, interleaved] = by;
-  const auto named = [&](const char* name) { return side.empty() ? name : side + "_norm." + name; };
-  check_heads(side.empty() ? "x" : side.c_str(), x);
+  check_heads("x", x);
   const int64_t batch = x.size(0), length = x.size(2), columns = x.size(3);
-  check_parameter(named("gain").c_str(), gain, x.size(1), columns);
-  check_parameter(named("bias").c_str(), bias, x.size(1), columns);
-  TORCH_CHECK_VALUE(kind.eps >= 0, named("eps"), " must not be negative, got ", kind.eps);
-  const int64_t s = kind.sharpness;
-  TORCH_CHECK_VALUE(s == 1 || s == 2 || s == 4 || s == 8, named("sharpness"), " must be one of 1, 2, 4, 8, got ", s);
+  check_parameter("gain", gain, x.size(1), columns);
+  check_parameter("bias", bias, x.size(1), columns);
+  TORCH_CHECK_VALUE(kind.eps >= 0, "eps must not be negative, got ", kind.eps);
+  TORCH_CHECK_VALUE(kind.sharpness >= 1, "sharpness must be at least 1, got ", kind.sharpness);
+  TORCH_CHECK_VALUE(kind.length > 0, "length must be above 0, got ", kind.length);
   TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "cos and sin must be given together");
   if (!cos) return;
   check_tensor("cos", *cos, Numbers::floating, {{batch, true}, {length}, ANY});
   check_tensor("sin", *sin, Numbers::floating, {{cos->size(0)}, {length}, {cos->size(2)}});
   TORCH_CHECK_VALUE(2 * cos->size(2) <= columns, "cos must have at most half as many angles as the heads have columns, ",
                     columns / 2, ", got ", cos->sizes());
-}
-
-void check_append(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys, const Tensor& values) {
-  check_heads("q", q);
-  check_heads("k", k);
-  const Axis batch{q.size(0)}, queries{q.size(2)}, columns{q.size(3)}, key_heads{k.size(1)};
-  check_tensor("k", k, Numbers::heads, {batch, ANY, queries, columns});
-  check_tensor("v", v, Numbers::heads, {batch, key_heads, queries, columns});
-  check_written("keys", keys, Numbers::heads, {batch, key_heads, ANY, columns});
-  check_written("values", values, Numbers::heads, {batch, key_heads, {keys.size(2)}, columns});
-  for (const auto& [name, x] : {std::pair("k", k), {"v", v}, {"keys", keys}, {"values", values}})
-    check_same_dtype(name, x, q);
-  TORCH_CHECK_VALUE(q.size(1) % k.size(1) == 0, "k must have a number of heads that divides the ", q.size(1),
-                    " of q, got ", k.sizes());
-  TORCH_CHECK_VALUE(keys.size(2) >= q.size(2), "keys must have at least the ", q.size(2), " rows of k, got ",
-                    keys.sizes());
 }
 
 void check_head_gradient(const Tensor& x, const Tensor& grad) {

@@ -6,7 +6,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
-#include <string>
 
 #include "norm_rope.h"
 
@@ -28,12 +27,8 @@ void check_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
                      const at::Tensor& normaliser, const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
                      const at::Tensor& delta);
 
-// Heads, their norm and rotation: `x` and `gain`, or for the side "q" `q` and `q_norm.gain`.
-void check_norm_rope(const at::Tensor& x, const NormRope& by, const std::string& side = "");
-
-// New keys k and values v, and the cache to whose last rows they are written.
-void check_append(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& keys,
-                  const at::Tensor& values);
+// Heads, their norm and rotation.
+void check_norm_rope(const at::Tensor& x, const NormRope& by);
 
 // The gradient of normed and rotated heads x.
 void check_head_gradient(const at::Tensor& x, const at::Tensor& grad);

@@ -80,15 +80,25 @@ void centre(float* x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) x[i] -= mean;
 }
 
+// xˢ, by squares where s is a power of 2
+double power(double x, double sharpness) {
+  double s = 1;
+  for (; s < sharpness; s *= 2) x *= x;
+  return s == sharpness ? x : std::pow(x, sharpness / s);
+}
+
+// x^(1/s)
+double root(double x, double sharpness) {
+  double s = 1;
+  for (; s < sharpness; s *= 2) x = std::sqrt(x);
+  return s == sharpness ? x : std::pow(x, s / sharpness);
+}
+
 // (aˢ + bˢ)^(1/s), from the ratio of the smaller to the larger: powers of the numbers themselves would overflow
-double smooth_maximum(double a, double b, int64_t sharpness) {
+double smooth_maximum(double a, double b, double sharpness) {
   if (sharpness == 1) return a + b;
   const double larger = std::max(a, b);
-  double sum = std::min(a, b) / larger;
-  for (int64_t s = 1; s < sharpness; s *= 2) sum *= sum;
-  sum += 1;
-  for (int64_t s = 1; s < sharpness; s *= 2) sum = std::sqrt(sum);
-  return larger * sum;
+  return larger * root(1 + power(std::min(a, b) / larger, sharpness), sharpness);
 }
 
 // A row y becomes n = r·y, and its gradient r·(g - n·slope·Σ g·n).
@@ -101,13 +111,15 @@ struct Normaliser {
 Normaliser normalise(const NormKind& kind, float* x, int64_t count) {
   if (kind.centred) centre(x, count);
   const double square = dot(x, x, count) / static_cast<double>(count);
-  const double columns = kind.summed ? static_cast<double>(count) : 1.0;
-  const double size = smooth_maximum(square, kind.eps, kind.sharpness);
-  const float r = square > 0 ? static_cast<float>(1.0 / std::sqrt(columns * size)) : 0.0f;
+  if (square == 0) {
+    std::fill(x, x + count, 0.0f);
+    return {0.0f, 0.0};
+  }
+  const double size = smooth_maximum(square, kind.eps, kind.sharpness), length = kind.length;
+  const float r = static_cast<float>(length / std::sqrt(size));
   for (int64_t i = 0; i < count; ++i) x[i] *= r;
-  double slope = square > 0 ? columns / static_cast<double>(count) : 0.0, power = square / size;
-  for (int64_t s = 1; square > 0 && s < kind.sharpness; s *= 2) slope *= power, power *= power;  // d size / d square
-  return {r, slope};
+  const double slope = power(square / size, kind.sharpness) * size / square;  // d size / d square
+  return {r, slope / (static_cast<double>(count) * length * length)};
 }
 
 // Turn pairs of columns, or turn them back.
@@ -216,13 +228,9 @@ void all_gradients(const at::Tensor& x, const at::Tensor& grad, const Steps& by,
 
 at::Tensor norm_rope(const at::Tensor& x, const NormRope& by) {
   at::Tensor out = at::empty(x.sizes(), x.options());
-  norm_rope_into(x, by, out);
-  return out;
-}
-
-void norm_rope_into(const at::Tensor& x, const NormRope& by, const at::Tensor& out) {
   const Steps steps(x, by);
   with_dtype(x.scalar_type(), [&](auto zero) { all_rows<decltype(zero)>(x, steps, out); });
+  return out;
 }
 
 HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, const NormRope& by) {

@@ -8,11 +8,10 @@
 
 namespace hf_qknorm {
 
-// A norm of rows y: of x, or of x minus its mean; divided by the root of ((mean y²)ˢ + epsˢ)^(1/s), or by √D times that.
+// A norm of rows y: of x, or of x minus its mean; divided by the root of ((mean y²)ˢ + epsˢ)^(1/s), times the length.
 struct NormKind {
-  bool normed, centred, summed;
-  double eps;
-  int64_t sharpness;  // s, a power of 2
+  bool normed, centred;
+  double eps, sharpness, length;
 };
 
 // A norm with its gain and bias, and then the rotation by angles [B or 1, T, R/2] of columns i and i + R/2, or 2i and
@@ -26,9 +25,6 @@ struct NormRope {
 // x [B, H, T, D] after these; contiguous, as attention reads them fastest. A row of zeros stays zero. The rows of x are
 // dense, and all arguments are checked.
 at::Tensor norm_rope(const at::Tensor& x, const NormRope& by);
-
-// The same, written to `out` [B, H, T, D], whose rows are dense.
-void norm_rope_into(const at::Tensor& x, const NormRope& by, const at::Tensor& out);
 
 // Gradients of x, laid out as [B, T, H, D], and of gain and bias, summed by head: [H, D] in fp32, [0, D] without one.
 using HeadGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;

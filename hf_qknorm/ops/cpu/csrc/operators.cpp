@@ -98,67 +98,30 @@ Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const Mayb
   return results;
 }
 
-Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
-                     const MaybeTensor& bias, double eps, int64_t sharpness, const MaybeTensor& cos,
-                     const MaybeTensor& sin, bool interleaved) {
-  const NormRope by{{normed, centred, summed, eps, sharpness}, gain, bias, cos, sin, interleaved};
+Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, const MaybeTensor& gain, const MaybeTensor& bias,
+                     double eps, double sharpness, double length, const MaybeTensor& cos, const MaybeTensor& sin,
+                     bool interleaved) {
+  const NormRope by{{normed, centred, eps, sharpness, length}, gain, bias, cos, sin, interleaved};
   check_norm_rope(x, by);
   return norm_rope(dense(x), by);
 }
 
-HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred, bool summed, const MaybeTensor& gain,
-                                     const MaybeTensor& bias, double eps, int64_t sharpness, const MaybeTensor& cos,
-                                     const MaybeTensor& sin, bool interleaved, const Tensor& grad) {
-  const NormRope by{{normed, centred, summed, eps, sharpness}, gain, bias, cos, sin, interleaved};
+HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred, const MaybeTensor& gain,
+                                     const MaybeTensor& bias, double eps, double sharpness, double length,
+                                     const MaybeTensor& cos, const MaybeTensor& sin, bool interleaved,
+                                     const Tensor& grad) {
+  const NormRope by{{normed, centred, eps, sharpness, length}, gain, bias, cos, sin, interleaved};
   check_norm_rope(x, by);
   check_head_gradient(x, grad);
   return norm_rope_backward(dense(grad), dense(x), by);
 }
 
-// Norm and rotate q and k, and write k and v to the last rows of a cache. Returns the queries.
-Tensor run_append(const Tensor& q, const Tensor& k, const Tensor& v, Tensor keys, Tensor values, bool q_normed,
-                  bool q_centred, bool q_summed, const MaybeTensor& q_gain, const MaybeTensor& q_bias, double q_eps,
-                  int64_t q_sharpness, bool k_normed, bool k_centred, bool k_summed, const MaybeTensor& k_gain,
-                  const MaybeTensor& k_bias, double k_eps, int64_t k_sharpness, const MaybeTensor& cos,
-                  const MaybeTensor& sin, bool interleaved) {
-  const NormRope of_q{{q_normed, q_centred, q_summed, q_eps, q_sharpness}, q_gain, q_bias, cos, sin, interleaved};
-  const NormRope of_k{{k_normed, k_centred, k_summed, k_eps, k_sharpness}, k_gain, k_bias, cos, sin, interleaved};
-  check_append(q, k, v, keys, values);
-  check_norm_rope(q, of_q, "q");
-  check_norm_rope(k, of_k, "k");
-  const auto last = [&](const Tensor& x) { return x.narrow(2, x.size(2) - k.size(2), k.size(2)); };
-  norm_rope_into(dense(k), of_k, last(keys));
-  last(values).copy_(v);
-  return norm_rope(dense(q), of_q);
-}
-
-// `append`, and attention of the queries to the whole cache.
-Tensor run_step(const Tensor& q, const Tensor& k, const Tensor& v, Tensor keys, Tensor values, bool q_normed,
-                bool q_centred, bool q_summed, const MaybeTensor& q_gain, const MaybeTensor& q_bias, double q_eps,
-                int64_t q_sharpness, bool k_normed, bool k_centred, bool k_summed, const MaybeTensor& k_gain,
-                const MaybeTensor& k_bias, double k_eps, int64_t k_sharpness, const MaybeTensor& cos,
-                const MaybeTensor& sin, bool interleaved, const MaybeTensor& ranges, const MaybeTensor& sinks,
-                double scale, std::optional<double> cap, bool causal, std::optional<int64_t> window) {
-  check_append(q, k, v, keys, values);
-  check_attention(q, keys, values, ranges, sinks, {}, scale, cap, causal, window, 0.0);  // before the cache changes
-  const Tensor queries = run_append(q, k, v, keys, values, q_normed, q_centred, q_summed, q_gain, q_bias, q_eps,
-                                    q_sharpness, k_normed, k_centred, k_summed, k_gain, k_bias, k_eps, k_sharpness, cos,
-                                    sin, interleaved);
-  return run_attend(queries, keys, values, ranges, sinks, {}, scale, cap, causal, window, 0.0);
-}
-
 #define HF_QKNORM_CALL                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? sinks, Tensor? seed, float scale, float? cap, " \
   "bool causal, int? window, float dropout"
-#define HF_QKNORM_NORM(SIDE)                                                                              \
-  "bool " SIDE "_normed, bool " SIDE "_centred, bool " SIDE "_summed, Tensor? " SIDE "_gain, Tensor? " SIDE \
-  "_bias, float " SIDE "_eps, int " SIDE "_sharpness"
-#define HF_QKNORM_APPEND                                                                                       \
-  "Tensor q, Tensor k, Tensor v, Tensor(a!) keys, Tensor(b!) values, " HF_QKNORM_NORM("q") ", " HF_QKNORM_NORM( \
-      "k") ", Tensor? cos, Tensor? sin, bool interleaved"
-#define HF_QKNORM_HEADS                                                                                       \
-  "Tensor x, bool normed, bool centred, bool summed, Tensor? gain, Tensor? bias, float eps, int sharpness, " \
-  "Tensor? cos, Tensor? sin, bool interleaved"
+#define HF_QKNORM_HEADS                                                                                               \
+  "Tensor x, bool normed, bool centred, Tensor? gain, Tensor? bias, float eps, float sharpness, float length, Tensor? " \
+  "cos, Tensor? sin, bool interleaved"
 
 TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("attend(" HF_QKNORM_CALL ") -> Tensor");
@@ -169,9 +132,6 @@ TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   library.def("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor");
   library.def("norm_rope(" HF_QKNORM_HEADS ") -> Tensor");
   library.def("norm_rope_backward(" HF_QKNORM_HEADS ", Tensor grad) -> (Tensor, Tensor, Tensor)");
-  library.def("append(" HF_QKNORM_APPEND ") -> Tensor");
-  library.def("step(" HF_QKNORM_APPEND
-              ", Tensor? ranges, Tensor? sinks, float scale, float? cap, bool causal, int? window) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
@@ -181,8 +141,6 @@ TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
   library.impl("measure", run_measure);
   library.impl("norm_rope", run_norm_rope);
   library.impl("norm_rope_backward", run_norm_rope_backward);
-  library.impl("append", run_append);
-  library.impl("step", run_step);
 }
 
 }  // namespace
