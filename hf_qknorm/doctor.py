@@ -77,7 +77,7 @@ def _attention(device: torch.device) -> Iterator[Finding]:
     alike = len(calls) == 1
     text = "; ".join(found if alike else f"{found} ({', '.join(names)})" for found, names in calls.items())
     q = torch.zeros(1, 4, 16, 64, dtype=torch.bfloat16, device=device)
-    reason = library.why_not_fused(q, q, q)
+    reason = library.why_not_fused(Heads(q, q, q))
     failed = reason is None and any(choice.implementation is not TRITON for choice in chosen.values())
     yield Finding("hf_qknorm", text, "problem" if failed and device.type == "cuda" else "ok")
     yield Finding("hf_qknorm_triton", "runs" if reason is None else f"can't run here: {reason}")

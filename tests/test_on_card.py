@@ -15,8 +15,7 @@ pytest.importorskip("triton", reason="needs Triton, which comes with torch on CU
 from hf_qknorm import patch_model
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops import library
-from hf_qknorm.ops.triton import attention_decode, schedule
-from hf_qknorm.ops.triton.schedule import Division
+from hf_qknorm.ops.triton import attention_decode
 from hf_qknorm.ops.types import Norm, Rotary
 from qknorm_tests import interpreter
 from qknorm_tests.error_budget import assert_within_budget
@@ -262,13 +261,8 @@ def half(x: Tensors, i: int) -> Tensors:
     [({"softcap": 50.0}, False), ({"softcap": 50.0}, True), ({"window": 20}, False)],
     ids=["cap-views", "cap-copies", "window-views"],
 )
-def test_each_of_two_devices_gets_its_half(
-    options: dict[str, Any], copied: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As under tensor parallelism, with whole blocks: with half of the heads more programs would share one. Only gains'
-    gradients, sums over rows, may be added in another order.
-    """
-    monkeypatch.setattr(schedule, "divide", lambda lines, group, heads, section, gpu: Division(1, section))
+def test_each_of_two_devices_gets_its_half(options: dict[str, Any], copied: bool) -> None:
+    """As under tensor parallelism. Only gains' gradients, sums over rows, may be added in another order."""
     x = draw_heads(3)
     whole = attend(x, causal=True, **options)
     for i in range(2):

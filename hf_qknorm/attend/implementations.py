@@ -39,7 +39,7 @@ class Implementation(NamedTuple):
 
 
 def _why_not_triton(call: Call) -> str | None:
-    return why_not_ranges(call.visible) or library.why_not_fused(*call.heads[:3])
+    return why_not_ranges(call.visible) or library.why_not_fused(call.heads)
 
 
 TRITON: Final = Implementation(

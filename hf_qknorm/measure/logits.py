@@ -65,7 +65,7 @@ def measure(call: Call, cap: float) -> tuple[tiled.HeadStatistics, Tensor]:
 
 def measure_by_kernels(call: Call, cap: float) -> tiled.HeadStatistics | None:
     """The same by one kernel; None for unsupported inputs, and for logits over cap/2, which kernels do not count."""
-    if call.visible.mask is not None or call.options.scale <= 0 or library.why_not_fused(*call.heads[:3]) is not None:
+    if call.visible.mask is not None or library.why_not_fused(call.heads) is not None:
         return None
     found = library.fused_statistics(*call)
     if not bool(found.largest.max() <= cap / 2):

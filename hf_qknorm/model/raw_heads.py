@@ -32,7 +32,7 @@ def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> 
     if heads is None or heads.q_norm.kind == heads.k_norm.kind == "none":
         return None
     match device_type(q):
-        case "cuda" if library.why_not_fused(*heads[:3]) is None:
+        case "cuda" if library.why_not_norm_rope(heads) is None:
             return library.norm_rope(_after_hooks(layer, heads))
         case "cpu" if cpp.why_not(heads) is None:
             return cpp.norm_rope(_after_hooks(layer, heads))
@@ -57,7 +57,7 @@ def fused_attention(
     if v.shape[-1] > k.shape[-1] or (mask is not None and not is_ranges(mask)):  # a norm would see the padding
         return None
     heads = raw_heads(layer, q, k, v, positions)
-    if heads is None or library.why_not_fused(*heads[:3]) is not None:
+    if heads is None or library.why_not_fused(heads) is not None:
         return None
     heads = _after_hooks(layer, heads)
     call = make_call(layer, heads, mask, **options)

@@ -77,8 +77,8 @@ def why_not_ranges(visible: Visible) -> str | None:
 def _check_options(options: Options) -> None:
     """Raise ValueError, naming the field, for one out of its range."""
     scale, softcap, causal, window, dropout = options
-    if not -math.inf < scale < math.inf:  # false for NaN; dynamo knows no math.isfinite
-        raise ValueError(f"scale must be finite, got {scale}")
+    if not 0 < scale < math.inf:  # false for NaN
+        raise ValueError(f"scale must be finite and greater than 0, got {scale}")
     if softcap is not None and not 0 < softcap < math.inf:
         raise ValueError(f"softcap must be finite and greater than 0, got {softcap}: pass None for no cap")
     if window is not None and window < int(causal):

@@ -1,8 +1,9 @@
 """The public operators over q `[B, H, T, D]` and k, v `[B, Hk, S, D]`, with H a multiple of Hk.
 
 torch.compile sees each as one node. Importing this module loads no kernels. All of them raise NotImplementedError in
-forward mode (`torch.func.jvp`), and RuntimeError for a second derivative. The fused ones raise ValueError for arguments
-that do not fit, and for heads that the kernels do not take: see `why_not_fused`. `checks.check_call` checks arguments.
+forward mode (`torch.func.jvp`), and RuntimeError for a second derivative. None checks its arguments, which
+`checks.check_call` does once for a call; the fused ones take heads for which `why_not_fused` or `why_not_norm_rope` has
+no reason.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from hf_qknorm.ops import operators, tiled
 from hf_qknorm.ops.checks import refuse_forward_mode
 from hf_qknorm.ops.fused_checks import why_not_fused as why_not_fused
+from hf_qknorm.ops.fused_checks import why_not_norm_rope as why_not_norm_rope
 from hf_qknorm.ops.registration import pack, pack_norms
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 

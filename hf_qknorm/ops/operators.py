@@ -1,4 +1,7 @@
-"""The operators of the Triton kernels: their fields, implementations, fakes and derivatives. The kernels load late."""
+"""The operators of the Triton kernels: their fields, implementations, fakes and derivatives. The kernels load late.
+
+None checks its arguments: they come from calls that have been checked.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops import fused_checks
 from hf_qknorm.ops.registration import CALL, HEADS, NORM_ROPE, Operator, differentiable, unpack, unpack_norms
 from hf_qknorm.ops.types import Norm, laid_out
 
@@ -37,7 +39,6 @@ def _(*arguments: Any) -> Results:
     from hf_qknorm.ops.triton import attention
 
     heads, visible, options = unpack(arguments[:-1])
-    fused_checks.check_attention(heads, visible, options)
     return attention.forward(heads, visible.for_kernels(len(heads.q)), options, arguments[-1])
 
 
@@ -53,9 +54,8 @@ def _(*arguments: Any) -> Results:
 def _(grad: Tensor, out: Tensor, normaliser: Tensor, *arguments: Any) -> Results:
     from hf_qknorm.ops.triton import attention
 
-    heads, visible, options = unpack(arguments[:-1])  # forward has checked these
-    fused_checks.check_gradients(heads.q, grad, out, normaliser)
-    return attention.backward(grad, heads, visible.for_kernels(len(heads.q)), options, out, normaliser.contiguous())
+    heads, visible, options = unpack(arguments[:-1])
+    return attention.backward(grad, heads, visible.for_kernels(len(heads.q)), options, out, normaliser)
 
 
 @FUSED_ATTENTION_BACKWARD.fake
@@ -68,9 +68,7 @@ def _(grad: Tensor, out: Tensor, normaliser: Tensor, *arguments: Any) -> Results
 def _(q: Tensor, k: Tensor | None, *norms: Any) -> Results:
     from hf_qknorm.ops.triton import norm_rope
 
-    unpacked = unpack_norms(norms)
-    fused_checks.check_norm_rope(q, k, *unpacked)
-    return norm_rope.forward(q, k, *unpacked)[:2]
+    return norm_rope.forward(q, k, *unpack_norms(norms))[:2]
 
 
 @NORM_ROPE_HEADS.fake
@@ -82,9 +80,7 @@ def _(q: Tensor, k: Tensor | None, *norms: Any) -> Results:
 def _(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor | None, *norms: Any) -> Results:
     from hf_qknorm.ops.triton import norm_rope
 
-    unpacked = unpack_norms(norms)  # forward has checked these
-    fused_checks.check_head_gradients(q, k, dq, dk)
-    return norm_rope.backward(dq, None if k is None else dk, q, k, *unpacked)
+    return norm_rope.backward(dq, None if k is None else dk, q, k, *unpack_norms(norms))
 
 
 @NORM_ROPE_BACKWARD.fake

@@ -29,8 +29,8 @@ from compiled import Failure, Report, compiling
 from kernel_limits import HOPPER, LIMITS, complain, unmet
 from markdown_table import table
 
-from hf_qknorm.ops.triton import attention, decode_step, gluon
-from hf_qknorm.ops.types import Heads, LayerCache, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.triton import attention, gluon, norm_rope
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 COLUMNS = ("kernel", "configuration", "warps", "stages", "registers", "spills", "reloads", "shared", "matrix", "MUFU",
            "slots", "size")  # fmt: skip
@@ -54,13 +54,12 @@ class Case:
     statistics: bool = False
     tf32: bool = False
     gluon: bool = False  # the forward pass for Hopper alone
-    parts: bool = False  # few heads: several programs share a block
 
     def launch(self) -> None:
         """Call forward and backward."""
         os.environ[gluon.SWITCH] = str(int(self.gluon))
         torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
-        b, h, hk, t = (1, 2, 1, 4096) if self.parts else (36, 8, 2, 1024)
+        b, h, hk, t = 36, 8, 2, 1024
         d = self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
@@ -79,25 +78,23 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """A step of cached generation: norm, RoPE and the write to a cache in one launch, then attention."""
+    """A step of cached generation: norm and RoPE in one launch, then attention to a cache."""
 
     head_dim: int = 128
     dtype: torch.dtype = torch.bfloat16
     softcap: float | None = 50.0
     knee: bool = False
     queries: int = 1
-    static: bool = True
 
     def launch(self) -> None:
-        """Norm, rotate and write; then attend."""
+        """Norm and rotate; then attend."""
         b, h, hk, t, s, d = 2, 8, 2, self.queries, 4096, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
-        q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
-        filled = torch.zeros((), dtype=torch.int64) if self.static else None
-        cache = LayerCache(empty(b, hk, s, d), empty(b, hk, s, d), filled)
+        q, k = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk))
         norm, cos = Norm("rms", empty(d), **with_knee(self.knee)), empty(1, t, d // 2)
-        heads, options = Heads(q, k, v, norm, norm, Rotary(cos, cos)), Options(d**-0.5, self.softcap, causal=True)
-        decode_step.forward(heads, cache, Visible(), options)
+        q = norm_rope.forward(q, k, norm, norm, Rotary(cos, cos)).q
+        cached = empty(b, hk, s, d)
+        attention.forward(Heads(q, cached, cached), Visible(), Options(d**-0.5, self.softcap, causal=True))
 
 
 def with_knee(knee: bool) -> dict[str, Any]:
@@ -108,7 +105,7 @@ def with_knee(knee: bool) -> dict[str, Any]:
 RAW = {"norm": "none", "rotary": 0.0}
 PLAIN = RAW | {"softcap": None}
 CASES = {
-    **{f"capped {d}": Case(d) for d in (256, 192, 128, 96, 80, 64)},
+    **{f"capped {d}": Case(d) for d in (256, 128, 96, 64)},
     **{f"uncapped {d}": Case(d, softcap=None) for d in (256, 128, 64)},
     **{f"knee {d}": Case(d, softcap=None, knee=True) for d in (128, 64)},
     "knee, layer": Case(64, norm="layer", knee=True),
@@ -126,28 +123,26 @@ CASES = {
     **{f"dropout {d}": Case(d, **PLAIN, dropout=0.1) for d in (128, 64)},
     "dropout, capped": Case(dropout=0.1),
     "statistics": Case(**PLAIN, statistics=True),
-    **{f"parts {d}": Case(d, parts=True) for d in (256, 128, 64)},
     "gluon, capped": Case(128, gluon=True),
     "gluon, uncapped": Case(128, softcap=None, gluon=True),
     "gluon, fp16": Case(dtype=torch.float16, **RAW, gluon=True),
     **{f"step {d}": Step(d) for d in (256, 128, 64)},
     "step, uncapped": Step(softcap=None),
     "step, knee": Step(knee=True),
-    "step, dynamic cache": Step(static=False),
     "step, fp32": Step(dtype=torch.float32),
     "steps": Step(queries=20),
 }
 # Every kernel in every dtype, of the smallest heads: it is over the registers of wide ones that ptxas spends minutes.
 # Then those with a limit of slots, and their gradients.
 LIMITED = (
-    *(f"capped {d}" for d in (192, 128, 96, 64)),
+    *(f"capped {d}" for d in (128, 64)),
     *(f"{kind} {d}" for kind in ("uncapped", "dropout") for d in (128, 64)),
     "step 128",
 )
 FEW = {
     f"{kind.__name__} {dtype}": kind(16, dtype, **options)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
-    for kind, options in ((Case, {"interleaved": True, "softcap": None, "parts": True}), (Step, {"queries": 20}))
+    for kind, options in ((Case, {"interleaved": True, "softcap": None}), (Step, {"queries": 20}))
 } | {name: CASES[name] for name in LIMITED}
 
 

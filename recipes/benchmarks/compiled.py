@@ -15,6 +15,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from hf_qknorm.ops.triton.arguments import Constants, NormArguments
+from hf_qknorm.ops.triton.launch import architecture
 
 COMPUTING = {"gluon_forward_kernel": 8}  # computing warps; the others load
 
@@ -109,11 +110,13 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
 
     JITFunction.run = compile_only
     driver.set_active(Target(arch))
+    architecture.cache_clear()
     try:
         yield reports
     finally:
         JITFunction.run = run
         driver._active = active
+        architecture.cache_clear()
 
 
 def describe(compiled: Any, loops: list[dict[str, Any]]) -> list[Report]:

@@ -1,15 +1,14 @@
-"""Call the C++ and the Triton operators with arguments that do not fit: each is refused by name, or has right results.
+"""Call the C++ operators with arguments that do not fit: each is refused by name, or has right results.
 
     python recipes/benchmarks/fuzz_operators.py --seconds 60 --sanitize
-    python recipes/benchmarks/fuzz_operators.py --kind triton --seconds 600
     python recipes/benchmarks/fuzz_operators.py --table
 
 Arguments that fit are drawn by a seed, and edited one at a time: dtypes, shapes, layouts, devices, numbers. The table
 (`--table`) says whether an edited call fits. If not, the operator has to raise an error that names an argument that
 does not fit. If so, the results must have the bits of a call with each tensor in memory of its own, and memory around
 its tensors, filled with NaN, must stay as it is. `--sanitize` compiles the C++ kernels with AddressSanitizer and parts
-of UndefinedBehaviorSanitizer, in a folder of its own; their first finding ends the process. Triton's kernels run in its
-interpreter where there is no GPU. The exit status is 1 if there is a fault.
+of UndefinedBehaviorSanitizer, in a folder of its own; their first finding ends the process. The exit status is 1 if
+there is a fault.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 from fuzz.draws import Target, targets
 from fuzz.edits import edits, guarded
 from fuzz.lines import Values, misfits
-from fuzz.tables import CPP, TRITON
+from fuzz.tables import CPP
 from torch import Tensor
 
 from hf_qknorm.ops.cpu import build
@@ -96,39 +95,34 @@ def _same(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(torch.nan_to_num(a, nan=12345.0), torch.nan_to_num(b, nan=12345.0))
 
 
-def fuzz(kinds: list[str], seconds: float, seed: int) -> tuple[Counter[str], list[str]]:
+def fuzz(seconds: float, seed: int) -> tuple[Counter[str], list[str]]:
     """Calls by operator, and the faults; runs at least one draw of each operator."""
     calls: Counter[str] = Counter()
     faults: list[str] = []
-    every = [(f"{kind} {target.name}", target) for kind in kinds for target in targets(kind)]
-    if "cpp" in kinds:
-        build.why_not()  # compiled before the clock starts
+    build.why_not()  # compiled before the clock starts
     end = time.monotonic() + seconds
     for number in count(seed):
-        for name, target in every:
+        for target in targets():
             values = target.draw(number)
             for words, edited in (("as drawn", values), *edits(values, target.table)):
-                calls[name] += 1
+                calls[target.name] += 1
                 found = fault(target, edited)
                 if found is not None:
-                    faults.append(f"{name}, seed {number}, {words}: {found}")
+                    faults.append(f"{target.name}, seed {number}, {words}: {found}")
         if time.monotonic() > end:
             return calls, faults
 
 
 def table() -> str:
     """The table of operators as Markdown: a row for each argument of the operators that rely on the same."""
-    rows: list[str] = []
-    for kind, tables in (("C++", CPP), ("Triton", TRITON)):
-        operators: dict[tuple[str, str], list[str]] = {}
-        for name, lines in tables.items():
-            for argument, line in lines.items():
-                operators.setdefault((argument, str(line)), []).append(f"`{name}`")
-        rows += [f"### {kind}", "", "| argument | must be | of the operators |", "|---|---|---|"]
-        for (argument, line), names in operators.items():
-            rows.append(f"| `{argument}` | {line} | {'all' if len(names) == len(tables) else ', '.join(names)} |")
-        rows.append("")
-    return "\n".join(rows).rstrip()
+    operators: dict[tuple[str, str], list[str]] = {}
+    for name, lines in CPP.items():
+        for argument, line in lines.items():
+            operators.setdefault((argument, str(line)), []).append(f"`{name}`")
+    rows = ["| argument | must be | of the operators |", "|---|---|---|"]
+    for (argument, line), names in operators.items():
+        rows.append(f"| `{argument}` | {line} | {'all' if len(names) == len(CPP) else ', '.join(names)} |")
+    return "\n".join(rows)
 
 
 def run_in(environment: dict[str, str]) -> int:
@@ -156,7 +150,6 @@ def sanitizers(cache: str) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("cpp", "triton", "both"), default="cpp")
     parser.add_argument("--seconds", type=float, default=60.0, help="after this time no new draw begins")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sanitize", action="store_true", help="compile the C++ kernels with sanitizers")
@@ -168,10 +161,7 @@ def main() -> int:
     if arguments.sanitize and SANITIZED not in os.environ:
         with tempfile.TemporaryDirectory() as folder:
             return run_in(sanitizers(folder))
-    if arguments.kind != "cpp" and not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-        return run_in({"TRITON_INTERPRET": "1"})
-    kinds = ["cpp", "triton"] if arguments.kind == "both" else [arguments.kind]
-    calls, faults = fuzz(kinds, arguments.seconds, arguments.seed)
+    calls, faults = fuzz(arguments.seconds, arguments.seed)
     for line in (*(f"{name}: {number} calls" for name, number in calls.items()), *faults[:100]):
         print(line)
     print(f"{len(faults)} faults in {calls.total()} calls")

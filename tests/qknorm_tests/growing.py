@@ -48,13 +48,6 @@ def decode(keys: int, window: int | None = None) -> None:
     attention.forward(Heads(made.q, cache, cache), Visible(), Options(D**-0.5, None, True, window))
 
 
-def static(room: int) -> None:
-    """A step that writes a cache of fixed size."""
-    norm, cache = Norm("rms", half(D)), half(2, 2, room, D)
-    place = norm_rope.Cache(cache, cache, draw(1, 2), torch.zeros(1, dtype=torch.int64))
-    norm_rope.forward(draw(1), draw(1, 2), norm, norm, rotation(1), cache=place)
-
-
 def train(length: int, window: int | None = None) -> None:
     """A step of training, forward and backward."""
     norm = Norm("rms", half(D))
@@ -82,13 +75,12 @@ def specialised() -> dict[str, int]:
     }
 
 
-NAMES = {"queries", "keys", "length", "window", "room", "splits", "parts", "section"}
+NAMES = {"queries", "keys", "length", "window", "splits", "section"}
 KEYS = (256, 257, 272, 511, 512, 513, 1000, 1024, 4096, 5000)
 LENGTHS = (1, 2, 15, 16, 17, 100, 128, 1000, 1024, 8192)
 CASES = {
     "decode": lambda: [decode(keys) for keys in KEYS],
     "decode, window": lambda: [decode(keys, window=1000) for keys in KEYS],
-    "static cache": lambda: [static(room) for room in KEYS],
     "train": lambda: [train(length) for length in LENGTHS],
     "train, window": lambda: [train(length, window=100) for length in LENGTHS],
     "prefill": lambda: [prefill(queries, keys) for queries in (70, 80, 128) for keys in KEYS],

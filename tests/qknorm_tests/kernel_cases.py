@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.triton import attention, launch, schedule
-from hf_qknorm.ops.triton.architectures import AMPERE, ARCHITECTURES, Tile
+from hf_qknorm.ops.triton.architectures import ARCHITECTURES, HOPPER, SMALL, Tile
 from hf_qknorm.ops.types import Heads, Options, Visible
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.norm_cases import DEVICE, Call, draw, lay_out, spread
@@ -108,7 +108,7 @@ def log_sum_exp(normaliser: Tensor) -> Tensor:
     return (peak + total.log2()) * math.log(2)
 
 
-SMALL = {
+SHRUNK = {
     "forward": Tile(16, 32, 4, 1),
     "query_gradient": Tile(32, 16, 4, 1),
     "key_gradient": Tile(16, 32, 4, 1),
@@ -116,22 +116,13 @@ SMALL = {
 
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch, processors: int = 1, **tiles: Tile) -> None:
-    """Give short sequences many tiles, and a GPU of few processors, so that one program has a whole block of keys.
-
-    Every kernel takes heads in two parts where these have fewer columns.
-    """
+    """Give short sequences many tiles, and a GPU of few processors, so that a section has few heads."""
     monkeypatch.setattr(schedule, "gpu", lambda device: schedule.Gpu(processors, 1))
-    for table in {id(x): x.tiles for x in ARCHITECTURES.values()}.values():
+    for table in (HOPPER, SMALL):
         for key, row in table.items():
-            monkeypatch.setitem(table, key, row._replace(**(SMALL | tiles)))
-    halves = {name: tile._replace(split=True) for name, tile in (SMALL | tiles).items()}
-    for found in ARCHITECTURES.values():
-        for key in found.tiles:
-            monkeypatch.setitem(found.split, key, halves)
-        for key in list(found.dropout):
-            monkeypatch.delitem(found.dropout, key)
+            monkeypatch.setitem(table, key, row._replace(**(SHRUNK | tiles)))
 
 
 def use_pointers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give kernels heads as GPUs without a copy engine take them."""
-    monkeypatch.setattr(launch, "architecture", lambda device: AMPERE)
+    monkeypatch.setattr(launch, "architecture", lambda device: ARCHITECTURES[8, 0])

@@ -58,8 +58,8 @@ def patched(model_type: str, scheme: str):  # type: ignore[no-untyped-def]
 
 
 def counted(function, calls: list):  # type: ignore[no-untyped-def]
-    def call(*arguments):  # type: ignore[no-untyped-def]
+    def call(*arguments, **options):  # type: ignore[no-untyped-def]
         calls.append(arguments)
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return call

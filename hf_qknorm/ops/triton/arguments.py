@@ -19,9 +19,8 @@ class Constants(NamedTuple):
 
     BLOCK_M: int  # queries of a tile
     BLOCK_N: int  # keys of a tile
-    PADDED: int  # columns of a tile, a power of two but with a rest
+    PADDED: int  # columns of a tile, a power of two
     HEAD_DIM: int  # columns of a head, without padding
-    REST: int = 0  # columns of its second part, 0 if it has one part, see `head_tiles`
     POINTERS: bool = False  # heads are pointers with strides, not tensor descriptors, see `head_tiles`
     CAUSAL: bool = False
     WINDOW: bool = False
@@ -41,8 +40,7 @@ class Constants(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Numbers of heads, of queries and keys a head; the window, 0 without one; of the schedule, the heads of a
-    section times `parts`, the programs that share a block.
+    """Numbers of heads, of queries and keys a head; the window, 0 without one; the heads of a section, see `schedule`.
 
     Kernels take each as an argument of its own, not specialised: of a tuple's fields Triton specialises all.
     """
@@ -53,7 +51,6 @@ class Sizes(NamedTuple):
     keys: int
     window: int
     section: int = 1
-    parts: int = 1
 
 
 class ScoreArguments(NamedTuple):

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope, schedule, shared_blocks
+from hf_qknorm.ops.triton import attention_decode, gluon, norm_rope, schedule
 from hf_qknorm.ops.triton.architectures import Tile
-from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, ranges_of_queries
+from hf_qknorm.ops.triton.arguments import (
+    NormArguments,
+    NormConstants,
+    RotaryArguments,
+    ScoreArguments,
+    partial_sums,
+    ranges_of_queries,
+    sum_to,
+)
 from hf_qknorm.ops.triton.attention_backward import (
     ALIGNED,
     key_gradient_kernel,
@@ -22,23 +29,21 @@ from hf_qknorm.ops.triton.attention_forward import forward_kernel
 from hf_qknorm.ops.triton.launch import (
     LOG2E,
     LoopVariant,
+    architecture,
     as_tiles,
-    backward_variants,
-    columns,
+    constants,
     dense,
     dropout_numbers,
     forward_variants,
-    head_arguments,
     launch,
     padded,
+    pointers,
     precision,
     reach,
     tiles,
-    uses_pointers,
 )
 from hf_qknorm.ops.triton.norm_rope import PreparedHeads
-from hf_qknorm.ops.triton.shared_blocks import RawGradient
-from hf_qknorm.ops.types import Heads, Norm, Options, Visible, laid_out
+from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible, laid_out
 
 
 class Result(NamedTuple):
@@ -58,20 +63,22 @@ def forward(heads: Heads, visible: Visible, options: Options, statistics: bool =
     """Attention over heads, with their norms and RoPE; see `library.fused_attention`."""
     if not heads.raw and not statistics and not options.dropout and attention_decode.suits(heads.q, heads.k):
         return Result(*attention_decode.forward(heads.q, heads.k, heads.v, visible, options), None, None)
-    prepared = PreparedHeads.of(heads, options)
-    b, h, t, _ = heads.q.shape
+    call = _Call(PreparedHeads.of(heads, options), visible, options)
     out = laid_out(heads.q)
-    normaliser = heads.q.new_empty(b, h, t, 2, dtype=torch.float32)
-    largest, entropy = (normaliser.new_empty(b, h, t) for _ in range(2)) if statistics else (None, None)
-    sinks, bounded = visible.sinks is not None, prepared.bound is not None
-    variants = forward_variants(heads.q.dtype, options.softcap, bounded, sinks)
+    normaliser = heads.q.new_empty(*heads.q.shape[:3], 2, dtype=torch.float32)
+    largest, entropy = (normaliser.new_empty(heads.q.shape[:3]) for _ in range(2)) if statistics else (None, None)
     if gluon.serves(heads.q, visible, options, statistics):
-        gluon.run(prepared, out, normaliser, options.causal, variants)
+        gluon.run(call.prepared, out, normaliser, options.causal, call.forward_variants())
     else:
-        call = _Call(prepared, visible, options)
-        _forward(call, variants, out, normaliser, largest_out=largest, entropy_out=entropy)
+        (q, k, *_), tile = call.prepared, tiles(heads.q).forward
+        arguments = call.arguments(tile)
+        arguments |= call.loops(tile, call.forward_variants(), SINKS=visible.sinks is not None, STATISTICS=statistics)
+        arguments |= {"OUT": as_tiles(out, tile.queries), "ranges": visible.ranges, "sinks": visible.sinks}
+        arguments |= {"normaliser": normaliser, "largest_out": largest, "entropy_out": entropy}
+        arguments["section"] = schedule.query_section(q, k, tile.queries)
+        launch(forward_kernel, (blocks(q, tile.queries),), q.device, **arguments)
     if largest is not None and entropy is not None:
-        largest *= prepared.cap / LOG2E if options.softcap is None else options.softcap
+        largest *= call.prepared.cap / LOG2E if options.softcap is None else options.softcap
         entropy /= LOG2E
     return Result(out, normaliser, largest, entropy)
 
@@ -83,87 +90,60 @@ class _Call(NamedTuple):
     visible: Visible
     options: Options
 
+    def arguments(self, tile: Tile) -> dict[str, Any]:
+        """The arguments of every attention kernel."""
+        (q, k, v, *_), visible, options = self
+        (h, t), (hk, s) = q.shape[1:3], k.shape[1:3]
+        return {
+            "Q": as_tiles(q, tile.queries),
+            "K": as_tiles(k, tile.keys),
+            "V": as_tiles(v, tile.keys),
+            "bound": self.prepared.bound,
+            "seeds": visible.seed,
+            "heads": h,
+            "heads_kv": hk,
+            "queries": t,
+            "keys": s,
+            "window": reach(options.window, t, s),
+            "num_warps": tile.warps,
+            "num_stages": tile.stages,
+        }
 
-def _forward(
-    call: _Call, variants: list[LoopVariant], out: Tensor, normaliser: Tensor, **statistics: Tensor | None
-) -> None:
-    """Write out `[B, H, T, D]`, normaliser and statistics. Several programs share a block, but not with statistics."""
-    (q, k, *_), visible, options = call
-    (b, h, t, d), shape = q.shape, tiles(q, options.dropout > 0).forward
-    division = schedule.of_queries(q, k, shape, options)
-    wanted = statistics["largest_out"] is not None
-    if wanted:
-        division = schedule.Division(1, schedule.query_section(k, h, t, shape.queries))
-    shared = division.parts > 1
-    results, normalisers = out, normaliser
-    if shared:
-        results = normaliser.new_empty(b, h * division.parts, t, d)
-        normalisers = normaliser.new_empty(b, h * division.parts, t, 2)
-    _launch(
-        forward_kernel,
-        division.parts * -(-t // shape.queries) * b * h,
-        call,
-        shape,
-        variants,
-        {"SINKS": visible.sinks is not None, "STATISTICS": wanted},
-        **division._asdict(),
-        **head_arguments(shape, shape.queries, OUT=results),
-        normaliser=normalisers,
-        ranges=visible.ranges,
-        sinks=visible.sinks,
-        **statistics,
-    )
-    if shared:
-        shared_blocks.combine(results, normalisers, out, normaliser)
+    def forward_variants(self) -> list[LoopVariant]:
+        """The loops of the forward pass."""
+        (q, *_, bound, _, _, _), (_, sinks, *_), options = self
+        return forward_variants(q.dtype, options.softcap, bound is not None, sinks is not None)
 
+    def backward_variants(self) -> list[LoopVariant]:
+        """The loops of the gradients: with forward's tanh; the log-sum-exp replaces the maximum."""
+        if self.options.softcap is None:
+            return [LoopVariant("none", False)]
+        return [variant._replace(online=False) for variant in self.forward_variants()]
 
-def _launch(
-    kernel: Any,
-    programs: int,
-    call: _Call,
-    shape: Tile,
-    variants: list[LoopVariant],
-    constants: dict[str, Any],
-    **arguments: Any,
-) -> None:
-    """Launch an attention kernel with the loops of one or two variants; `constants` and `arguments` are its own."""
-    prepared, visible, options = call
-    (h, t), (hk, s) = prepared.q.shape[1:3], prepared.k.shape[1:3]
-    arguments |= shape.launch_options
-    arguments |= head_arguments(shape, shape.queries, Q=prepared.q)
-    arguments |= head_arguments(shape, shape.keys, K=prepared.k, V=prepared.v)
-    arguments |= {
-        "bound": prepared.bound,
-        "seeds": visible.seed,
-        "heads": h,
-        "heads_kv": hk,
-        "queries": t,
-        "keys": s,
-        "window": reach(options.window, t, s),
-    }
-    head_dim = prepared.q.shape[-1]
-    width, rest = columns(head_dim, shape)
-    shared = Constants(
-        shape.queries,
-        shape.keys,
-        width,
-        head_dim,
-        rest,
-        POINTERS=uses_pointers(prepared.q.device),
-        CAUSAL=options.causal,
-        WINDOW=options.window is not None,
-        RANGES=visible.ranges is not None,
-        SCALED=prepared.scaled,
-        DROPOUT=options.dropout > 0,
-        PRECISION=precision(prepared.q.dtype),
-        **constants,
-    )
-    arguments["score"] = ScoreArguments(
-        prepared.unit, prepared.cap, variants[0].limit, *dropout_numbers(options.dropout)
-    )
-    for name, (tanh, online, when, _) in zip(("C", "BEYOND"), variants, strict=False):
-        arguments[name] = shared._replace(TANH=tanh, ONLINE=online, WHEN=when)
-    launch(kernel, (programs,), prepared.q.device, **arguments)
+    def loops(self, tile: Tile, variants: list[LoopVariant], **own: Any) -> dict[str, Any]:
+        """The constants of a kernel with the loops of one or two variants, some of its own, and the score's numbers."""
+        (q, _, _, _, unit, cap, scaled), visible, options = self
+        numbers = unit, cap, variants[0].limit, *dropout_numbers(options.dropout)
+        found: dict[str, Any] = {"score": ScoreArguments(*numbers)}
+        for name, (tanh, online, when, _) in zip(("C", "BEYOND"), variants, strict=False):
+            found[name] = constants(
+                tile.queries,
+                tile.keys,
+                padded(q.shape[-1]),
+                q.shape[-1],
+                POINTERS=not architecture(q.device).descriptors,
+                CAUSAL=options.causal,
+                WINDOW=options.window is not None,
+                RANGES=visible.ranges is not None,
+                SCALED=scaled,
+                DROPOUT=options.dropout > 0,
+                PRECISION=precision(q.dtype),
+                TANH=tanh,
+                ONLINE=online,
+                WHEN=when,
+                **own,
+            )
+        return found
 
 
 class Gradients(NamedTuple):
@@ -183,29 +163,16 @@ def backward(
     grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, normaliser: Tensor
 ) -> Gradients:
     """Gradients for `grad` `[B, H, T, D]`, from raw heads, output and normaliser alone; the same bits on each run."""
-    prepared = PreparedHeads.of(heads, options)
-    grad = dense(grad)
+    call, grad = _Call(PreparedHeads.of(heads, options), visible, options), dense(grad)
     row_terms = _row_terms(grad, dense(out), normaliser)
     in_kernel = _kernels_undo_norm(heads)
     inner = heads if in_kernel else heads._replace(q_norm=Norm(), k_norm=Norm(), rotary=None)
     dtype = heads.q.dtype if in_kernel else torch.float32
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
-    call = _Call(prepared, visible, options)
-    gradient = partial(_gradient, call, grad, row_terms)
-    _, query_gradient, key_gradient, _ = tiles(heads.q, options.dropout > 0)
-    division = schedule.of_queries(heads.q, heads.k, query_gradient, options)
-    store = partial(gradient, query_gradient_kernel, query_gradient, division, options.scale, visible.ranges)
-    q_gain, q_bias = shared_blocks.raw_gradients(
-        store, division, query_gradient.queries, inner.q, inner.q_norm, inner.rotary, DX=dq
-    )
+    q_gain, q_bias = _query_gradient(call, grad, row_terms, Raw(inner.q, inner.q_norm, inner.rotary, dq))
     # prepared queries hold a part of the scale: see ops/README.md
-    k_factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
-    ranges = None if visible.ranges is None else ranges_of_queries(visible.ranges, heads.k.shape[2])
-    division = schedule.of_keys(heads.q, heads.k, key_gradient, options)
-    store = partial(gradient, key_gradient_kernel, key_gradient, division, k_factor, ranges)
-    k_gain, k_bias = shared_blocks.raw_gradients(
-        store, division, key_gradient.keys, inner.k, inner.k_norm, inner.rotary, DX=dk, DV=dv
-    )
+    factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
+    k_gain, k_bias = _key_gradient(call, grad, row_terms, Raw(inner.k, inner.k_norm, inner.rotary, dk), dv, factor)
     dsinks = None
     if visible.sinks is not None:
         peak, total = normaliser.unbind(-1)
@@ -228,13 +195,13 @@ def _row_terms(grad: Tensor, out: Tensor, normaliser: Tensor) -> Tensor:
         row_terms_kernel,
         (stride // rows * b * h,),
         grad.device,
-        OUT=as_tiles(out, rows),
-        GRAD=as_tiles(grad, rows),
+        OUT=pointers(out),  # on Hopper too: the host encodes a descriptor anew for each launch
+        GRAD=pointers(grad),
         normaliser=normaliser,
         row_terms=row_terms,
         heads=h,
         queries=t,
-        C=Constants(rows, rows, padded(d), d, POINTERS=uses_pointers(out.device), EXACT=out.dtype == torch.float32),
+        C=constants(rows, rows, padded(d), d, POINTERS=True, EXACT=out.dtype == torch.float32),
         num_warps=4,
     )
     return row_terms
@@ -247,44 +214,72 @@ def _kernels_undo_norm(heads: Heads) -> bool:
     return not heads.raw or (d == padded(d) and d <= 128 and whole)
 
 
-def _gradient(
-    call: _Call,
-    grad: Tensor,
-    row_terms: Tensor,
-    kernel: Any,
-    shape: Tile,
-    division: schedule.Division,
-    factor: float,
-    ranges: Tensor | None,
-    rows: int,
-    raw: RawGradient,
-    **stored: Tensor,
-) -> None:
-    """Launch a kernel that stores gradients, in blocks of `rows`. The kernel of dk and dv is launched for each variant,
-    and for dk and dv separately if `apart`.
-    """
-    dtype = call.prepared.q.dtype
-    bounded, sinks = call.prepared.bound is not None, call.visible.sinks is not None
-    variants = backward_variants(dtype, call.options.softcap, bounded, sinks)
-    launches = [variants] if kernel is query_gradient_kernel else [[variant] for variant in variants]
-    for omitted, loops in product(("keys", "values") if shape.apart else ("none",), launches):
-        _launch(
-            kernel,
-            raw.programs,
-            call,
-            shape,
-            loops,
-            {
-                "EXACT": dtype == torch.float32,
-                "OMIT": omitted,
-                "ONE_LOOP": shape.one_loop or dtype == torch.float32,
-                "UNHOISTED": shape.unhoisted,
-            },
-            **head_arguments(shape, shape.queries, GRAD=grad),
-            **head_arguments(shape, rows, **stored),
-            **division._asdict(),
-            **raw.arguments,
-            row_terms=row_terms,
-            factor=factor,
-            ranges=ranges,
+class Raw(NamedTuple):
+    """Raw heads x `[B, H, T, D]`, the norm and rotation that a kernel undoes, and dx, which gets their gradient."""
+
+    x: Tensor
+    norm: Norm
+    rotary: Rotary | None
+    dx: Tensor
+
+    def arguments(self, rows: int, section: int) -> dict[str, Any]:
+        """Those of `undo_norm_rope.store_raw_gradient` in a kernel with blocks of `rows`, ordered by `section`."""
+        (b, heads, length, d), kind = self.x.shape, NormConstants.of(self.norm)
+        sums = b * heads // section, -(-length // rows), section, padded(d)
+        dgain, dbias = partial_sums(self.norm, sums, self.x.device)
+        return {
+            "X": None if kind is None else as_tiles(dense(self.x), rows),
+            "DX": as_tiles(self.dx, rows),
+            "norm": NormArguments.of(self.norm),
+            "dgain": dgain,
+            "dbias": dbias,
+            "rotary": RotaryArguments.of(self.rotary),
+            "NORM": kind,
+            "section": section,
+        }
+
+    def parameters(self, arguments: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of the norm's gain and bias, None for absent ones, after the kernel with these arguments."""
+        gain, bias = (
+            # of each head apart, sections and blocks are first added up
+            x if x is None or like is None or like.ndim == 1 else x.sum(1).view(-1, *like.shape)
+            for x, like in ((arguments["dgain"], self.norm.gain), (arguments["dbias"], self.norm.bias))
         )
+        return sum_to(gain, self.norm.gain), sum_to(bias, self.norm.bias)
+
+
+def _query_gradient(call: _Call, grad: Tensor, row_terms: Tensor, raw: Raw) -> tuple[Tensor | None, Tensor | None]:
+    """Store the gradient of raw queries; returns those of the norm's gain and bias."""
+    (q, k, *_), visible, options = call
+    tile = tiles(q).query_gradient
+    arguments = call.arguments(tile) | raw.arguments(tile.queries, schedule.query_section(q, k, tile.queries))
+    arguments |= call.loops(tile, call.backward_variants(), EXACT=q.dtype == torch.float32, UNHOISTED=tile.unhoisted)
+    arguments |= {"GRAD": as_tiles(grad, tile.queries), "row_terms": row_terms}
+    arguments |= {"ranges": visible.ranges, "factor": options.scale}
+    launch(query_gradient_kernel, (blocks(q, tile.queries),), q.device, **arguments)
+    return raw.parameters(arguments)
+
+
+def _key_gradient(
+    call: _Call, grad: Tensor, row_terms: Tensor, raw: Raw, dv: Tensor, factor: float
+) -> tuple[Tensor | None, Tensor | None]:
+    """Store the gradients of raw keys and of values, in a launch for each loop, and for both apart where they do not
+    fit the registers; returns the gradients of the norm's gain and bias.
+    """
+    (q, k, *_), visible, _ = call
+    tile = tiles(q).key_gradient
+    arguments = call.arguments(tile) | raw.arguments(tile.keys, schedule.key_section(q, k, tile.keys))
+    arguments |= {"GRAD": as_tiles(grad, tile.queries), "row_terms": row_terms}
+    ranges = None if visible.ranges is None else ranges_of_queries(visible.ranges, k.shape[2])
+    arguments |= {"DV": as_tiles(dv, tile.keys), "ranges": ranges, "factor": factor}
+    own = {"EXACT": q.dtype == torch.float32, "UNHOISTED": tile.unhoisted, "ONE_LOOP": tile.one_loop}
+    for omitted, variant in product(("keys", "values") if tile.apart else ("none",), call.backward_variants()):
+        arguments |= call.loops(tile, [variant], OMIT=omitted, **own)
+        launch(key_gradient_kernel, (blocks(k, tile.keys),), q.device, **arguments)
+    return raw.parameters(arguments)
+
+
+def blocks(x: Tensor, rows: int) -> int:
+    """The number of blocks of so many rows of heads `[B, H, T, D]`."""
+    b, h, t, _ = x.shape
+    return b * h * -(-t // rows)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.arguments import Sizes
-from hf_qknorm.ops.triton.head_tiles import add_weighted, both_parts, load_tile, products, scaled, store_tile, zero_tile
+from hf_qknorm.ops.triton.head_tiles import add_weighted, load_tile, products, store_tile
 from hf_qknorm.ops.triton.score_math import (
     QueryRows,
     drop,
@@ -125,17 +125,12 @@ def _add_segments_to_queries(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def query_gradient_kernel(
-    Q, Q_REST, K, K_REST, V, V_REST, GRAD, GRAD_REST, X, DX, DX_REST, row_terms, bound, ranges, seeds, norm, dgain,
-    dbias, rotary, factor, score,
-    heads, heads_kv, queries, keys, window, section, parts,
+    Q, K, V, GRAD, X, DX, row_terms, bound, ranges, seeds, norm, dgain, dbias, rotary, factor, score,
+    heads, heads_kv, queries, keys, window, section,
     NORM: tl.constexpr, C: tl.constexpr, BEYOND: tl.constexpr = None,
 ):  # fmt: skip
-    """The gradient of the raw queries, `parts` programs for a block of queries and a head; loops as in
-    `forward_kernel`.
-
-    Several parts store sums of their own, in heads H·parts of DX, which `shared_blocks.add_parts_kernel` adds up.
-    """
-    sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
+    """The gradient of the raw queries, a program for a block of queries and a head; loops as in `forward_kernel`."""
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     block = query_block(sizes, C)
     within = serves(bound, block.batch * heads_kv + block.head_kv, score.limit, C.WHEN)
     index = block.start + tl.arange(0, C.BLOCK_M)
@@ -152,11 +147,9 @@ def query_gradient_kernel(
     if C.EXACT:
         inverse_total = tl.load(row_terms + 2 * stride)
     terms = RowTerms(lse, inverse_total, tl.load(row_terms + stride))
-    Q, K, V = both_parts(Q, Q_REST, C), both_parts(K, K_REST, C), both_parts(V, V_REST, C)
-    GRAD, DX = both_parts(GRAD, GRAD_REST, C), both_parts(DX, DX_REST, C)
     q = load_tile(Q, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
     grad = load_tile(GRAD, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
-    dq = zero_tile(C.BLOCK_M, C)
+    dq = tl.zeros([C.BLOCK_M, C.PADDED], tl.float32)
     dq = _add_segments_to_queries(
         dq, q, grad, K, V, block, rows, terms, starts, stops, within, score, seed, sizes, C
     )  # fmt: skip
@@ -165,27 +158,27 @@ def query_gradient_kernel(
             dq, q, grad, K, V, block, rows, terms, starts, stops, ~within, score, seed, sizes, BEYOND
         )  # fmt: skip
     store_raw_gradient(
-        scaled(dq, factor, C), X, DX, norm, dgain, dbias, rotary, block.batch, block.head * parts + block.part,
-        block.start, queries, C.BLOCK_M, NORM, C,
+        dq * factor, X, DX, norm, dgain, dbias, rotary, block.batch, block.head, block.start, queries, C.BLOCK_M,
+        NORM, C,
     )  # fmt: skip
 
 
 @triton.jit
 def _add_to_keys(
-    dk, dv, k, v, Q, GRAD, row_terms, batch, head, number, low, high, stride, own, first, last, start, count, score,
-    seed, sizes, MASKED: tl.constexpr, C: tl.constexpr,
+    dk, dv, k, v, Q, GRAD, row_terms, batch, head, number, stride, own, first, last, start, count, score, seed, sizes,
+    MASKED: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Add to dk and dv `[N, P]` the gradient through the tiles from `low` to `high`: a group's heads from `head` on
-    have `count` tiles each, blocks of queries from `start` on.
+    """Add to dk and dv `[N, P]` the gradient through tiles of a group's heads from `head` on: `count` of each head,
+    blocks of queries from `start` on.
 
     One loop for all heads and tiles `[N, M]`: nested loops exceed the registers.
     """
     UNTIL: tl.constexpr = C.WINDOW or C.RANGES  # not only queries in front of a key's first one are hidden
     rows = tl.arange(0, C.BLOCK_M)
     span = tl.maximum(last - first, 0).to(tl.uint32, bitcast=True)
-    member = low // tl.maximum(count, 1)
-    block = low - member * count
-    for _ in tl.range(low, high, disable_licm=C.UNHOISTED):
+    member = 0
+    block = 0
+    for _ in tl.range(0, sizes.heads // sizes.heads_kv * count, disable_licm=C.UNHOISTED):
         m = tl.multiple_of(start + block * C.BLOCK_M, C.BLOCK_M)
         q = load_tile(Q, batch, head + member, m, sizes.queries, C.BLOCK_M, C)
         grad = load_tile(GRAD, batch, head + member, m, sizes.queries, C.BLOCK_M, C)
@@ -220,25 +213,17 @@ def _add_to_keys(
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def key_gradient_kernel(
-    Q, Q_REST, K, K_REST, V, V_REST, GRAD, GRAD_REST, X, DX, DX_REST, DV, DV_REST, row_terms, bound, ranges, seeds,
-    norm, dgain, dbias, rotary, factor, score,
-    heads, heads_kv, queries, keys, window, section, parts, NORM: tl.constexpr, C: tl.constexpr,
+    Q, K, V, GRAD, X, DX, DV, row_terms, bound, ranges, seeds, norm, dgain, dbias, rotary, factor, score,
+    heads, heads_kv, queries, keys, window, section, NORM: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the raw keys and of the values: `parts` programs for a block of keys, over a group's heads.
-
-    Several parts have equal shares of the tiles, but for one. They store sums of their own, in heads Hk·parts of DX and
-    DV, which `shared_blocks.add_parts_kernel` adds up.
-    """
-    sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
+    """The gradients of the raw keys and of the values: a program for a block of keys, over a group's heads."""
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     blocks = tl.cdiv(keys, C.BLOCK_N)
-    units = heads_kv * parts
     unit, block = place(blocks, section)
     own = block * C.BLOCK_N
-    batch = unit // units
-    head_out = unit % units
-    head_kv = head_out // parts
-    part = head_out % parts
-    if not serves(bound, batch * heads_kv + head_kv, score.limit, C.WHEN):  # with two loops registers would spill
+    batch = unit // heads_kv
+    head_kv = unit % heads_kv
+    if not serves(bound, unit, score.limit, C.WHEN):  # with two loops registers would spill
         return
     cols = own + tl.arange(0, C.BLOCK_N)
     first, last = queries_seeing(cols, batch, ranges, sizes, C)
@@ -249,40 +234,33 @@ def key_gradient_kernel(
     seed = 0
     if C.DROPOUT:
         seed = tl.load(seeds)
-    Q, K, V = both_parts(Q, Q_REST, C), both_parts(K, K_REST, C), both_parts(V, V_REST, C)
-    GRAD, DX, DV = both_parts(GRAD, GRAD_REST, C), both_parts(DX, DX_REST, C), both_parts(DV, DV_REST, C)
     k = load_tile(K, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
     v = load_tile(V, batch, head_kv, own, sizes.keys, C.BLOCK_N, C)
-    dk = zero_tile(C.BLOCK_N, C)
-    dv = zero_tile(C.BLOCK_N, C)
+    dk = tl.zeros([C.BLOCK_N, C.PADDED], tl.float32)
+    dv = dk
     group = heads // heads_kv
-    tiles = group * count
     stride = tl.cdiv(queries, ALIGNED) * ALIGNED
-    first_head = batch * heads + head_kv * group
+    first_head = unit * group
     row_terms += 3 * first_head.to(tl.int64) * stride
-    low = part * tiles // parts
-    high = (part + 1) * tiles // parts
     FROM: tl.constexpr = C.CAUSAL and not (C.WINDOW or C.RANGES or C.ONE_LOOP)  # masks of a head's first tiles alone
     masked = count if C.CAUSAL or C.WINDOW or C.RANGES else 0
     if FROM:
         full, _ = queries_seeing(own + C.BLOCK_N - 1, batch, ranges, sizes, C)
         masked = tl.minimum(tl.cdiv(full - start, C.BLOCK_M), count)
-    rest = group * masked
     if C.CAUSAL or C.WINDOW or C.RANGES:
         dk, dv = _add_to_keys(
-            dk, dv, k, v, Q, GRAD, row_terms, batch, head_kv * group, first_head, tl.minimum(low, rest),
-            tl.minimum(high, rest), stride, own, first, last, start, masked, score, seed, sizes, MASKED=True, C=C,
+            dk, dv, k, v, Q, GRAD, row_terms, batch, head_kv * group, first_head, stride, own, first,
+            last, start, masked, score, seed, sizes, MASKED=True, C=C,
         )  # fmt: skip
     if FROM or not (C.CAUSAL or C.WINDOW or C.RANGES):
         dk, dv = _add_to_keys(
-            dk, dv, k, v, Q, GRAD, row_terms, batch, head_kv * group, first_head, tl.maximum(low - rest, 0),
-            tl.maximum(high - rest, 0), stride, own, first, last, start + masked * C.BLOCK_M, count - masked, score,
-            seed, sizes, MASKED=False, C=C,
+            dk, dv, k, v, Q, GRAD, row_terms, batch, head_kv * group, first_head, stride, own, first,
+            last, start + masked * C.BLOCK_M, count - masked, score, seed, sizes, MASKED=False, C=C,
         )  # fmt: skip
     if C.OMIT != "values":
         if C.DROPOUT:
-            dv = scaled(dv, score.rescale, C)
-        store_tile(DV, dv, batch, head_out, own, keys, C.BLOCK_N, C)
+            dv = dv * score.rescale
+        store_tile(DV, dv, batch, head_kv, own, keys, C.BLOCK_N, C)
     if C.OMIT != "keys":
-        dk = scaled(dk, factor, C)
-        store_raw_gradient(dk, X, DX, norm, dgain, dbias, rotary, batch, head_out, own, keys, C.BLOCK_N, NORM, C)
+        dk = dk * factor
+        store_raw_gradient(dk, X, DX, norm, dgain, dbias, rotary, batch, head_kv, own, keys, C.BLOCK_N, NORM, C)

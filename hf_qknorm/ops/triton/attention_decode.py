@@ -1,8 +1,8 @@
 """Attention of few queries over many keys, as in cached generation: several programs split the keys of a head.
 
 The queries of all heads of a group are rows of one tile, so that K and V are read once for all of them. A program
-writes the sums over its split of the keys. Of few rows, the program that arrives last combines the sums of all splits;
-of more rows, a second launch does. Both do so in the order of the splits, so that each run gives the same bits.
+writes the sums over its split of the keys. A second launch combines the sums of all splits in their order, so that
+each run gives the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from hf_qknorm.ops.triton.architectures import LEAST_KEYS, MOST_QUERIES, MOST_RO
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArguments, Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, add_keys, from_sink
 from hf_qknorm.ops.triton.launch import (
+    constants,
     dense,
     forward_variants,
     launch,
@@ -32,8 +33,7 @@ from hf_qknorm.ops.triton.launch import (
 from hf_qknorm.ops.triton.score_math import QueryBlock, QueryRows, keys_seen
 from hf_qknorm.ops.types import Options, Visible, laid_out
 
-MOST_COMBINED = 16  # rows whose sums a program combines on its own faster than another launch does
-COMBINED_ROWS = 4  # of each program of that launch
+COMBINED_ROWS = 4  # of each program of the second launch
 COMBINED = tl.constexpr(8192)  # numbers of the sums that a program reads at once
 
 
@@ -62,63 +62,23 @@ def _finish(
     )
 
 
-@triton.jit
-def _combine(
-    partial, out, normaliser, sinks, number, start, count, heads_kv, group, queries, splits,
-    ROWS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Add up the sums of all splits, for ROWS rows of the group `number` from `start` on, and finish them."""
-    PARTS: tl.constexpr = COMBINED // (ROWS * PADDED) if ROWS * PADDED < COMBINED else 1
-    length = group * queries
-    totals = partial + splits * count * PADDED
-    rows = start + tl.arange(0, ROWS)
-    cols = tl.arange(0, PADDED)
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    peak = total + LOWEST
-    for first in tl.range(0, splits, PARTS):
-        part = first + tl.arange(0, PARTS)
-        at = part.to(tl.int64)[:, None] * count + (number.to(tl.int64) * length + rows)[None, :]
-        real = (part < splits)[:, None] & (rows < length)[None, :]
-        # not from the processor's own cache, which may hold older numbers than the other programs wrote
-        part_totals = tl.load(totals + at, real, 0.0, cache_modifier=".cg")
-        peaks = tl.load(totals + splits * count + at, real, LOWEST, cache_modifier=".cg")
-        entries = at[:, :, None] * PADDED + cols[None, None, :]
-        parts = tl.load(partial + entries, (part_totals != 0)[:, :, None], 0.0, cache_modifier=".cg")
-        higher = tl.maximum(peak, tl.max(peaks, 0))
-        weights = tl.exp2(peaks - higher[None, :])
-        shrink = tl.exp2(peak - higher)
-        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
-        total = total * shrink + tl.sum(part_totals * weights, 0)
-        peak = higher
-    _finish(
-        acc, total, peak, out, normaliser, sinks, number // heads_kv, number % heads_kv * group + rows % group,
-        rows // group, rows < length, heads_kv * group, queries, PADDED, HEAD_DIM, SINKS,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["queries", "keys", "window", "splits"])  # keys grow with each step: one kernel for all
 def split_kernel(
-    q, K, V, out, normaliser, partial, arrived, filled, ranges, sinks, score, group, heads_kv, queries, keys, window,
-    splits,
-    ROWS: tl.constexpr, SINKS: tl.constexpr, C: tl.constexpr,
+    q, K, V, out, normaliser, partial, ranges, sinks, score, group, heads_kv, queries, keys, window, splits,
+    SINKS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Output and normaliser, as `_finish` stores them; adds the number of queries to `filled`, if given.
+    """Output and normaliser, as `_finish` stores them; of several splits the sums alone, for `combine_kernel`.
 
     The rows of a group `[T·G]` are its first query of each head, then its second one. `partial` has room for the sums
-    of weights·v `[splits, B·Hk, T·G, P]`, then sums of weights and peaks `[2, splits, B·Hk, T·G]`. `arrived` is a zero
-    for each group, whose rows are then one block; without it `combine_kernel` does the rest. A split is a part of the
-    keys that some query of the block sees, not of all keys: most of a static cache is empty. The first sum is not
-    written for a query that sees nothing of its split.
+    of weights·v `[splits, B·Hk, T·G, P]`, then sums of weights and peaks `[2, splits, B·Hk, T·G]`. A split is a part
+    of the keys that some query of the block sees, not of all keys: most of a static cache is empty. The first sum is
+    not written for a query that sees nothing of its split.
     """
     length = group * queries
     blocks = tl.cdiv(length, C.BLOCK_M)
     number = tl.program_id(0) // (blocks * splits)
     split = tl.program_id(0) // blocks % splits
     start = tl.program_id(0) % blocks * C.BLOCK_M
-    if filled is not None:  # noqa: SIM102 - the first is decided when compiling
-        if tl.program_id(0) == 0:
-            tl.store(filled, tl.load(filled) + queries)
     batch = number // heads_kv
     head_kv = number % heads_kv
     heads = group * heads_kv
@@ -159,13 +119,6 @@ def split_kernel(
         tl.store(totals + at, total, real)
         tl.store(totals + splits * count + at, peak, real)
         tl.store(partial + at[:, None] * C.PADDED + cols[None, :], acc, (real & (total != 0))[:, None])
-        if arrived is not None:
-            tl.debug_barrier()  # the sums of all threads, before the program counts itself
-            if tl.atomic_add(arrived + number, 1) == splits - 1:
-                _combine(
-                    partial, out, normaliser, sinks, number, 0, count, heads_kv, group, queries, splits,
-                    ROWS, C.PADDED, C.HEAD_DIM, SINKS,
-                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["queries", "splits"])
@@ -174,12 +127,34 @@ def combine_kernel(
     ROWS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Output and normaliser from the sums of the splits, ROWS rows of a group for each program."""
+    PARTS: tl.constexpr = COMBINED // (ROWS * PADDED) if ROWS * PADDED < COMBINED else 1
     length = group * queries
     blocks = tl.cdiv(length, ROWS)
     count = (tl.num_programs(0) // blocks).to(tl.int64) * length
-    _combine(
-        partial, out, normaliser, sinks, tl.program_id(0) // blocks, tl.program_id(0) % blocks * ROWS, count,
-        heads_kv, group, queries, splits, ROWS, PADDED, HEAD_DIM, SINKS,
+    number = tl.program_id(0) // blocks
+    rows = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
+    totals = partial + splits * count * PADDED
+    cols = tl.arange(0, PADDED)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    peak = total + LOWEST
+    for first in tl.range(0, splits, PARTS):
+        part = first + tl.arange(0, PARTS)
+        at = part.to(tl.int64)[:, None] * count + (number.to(tl.int64) * length + rows)[None, :]
+        real = (part < splits)[:, None] & (rows < length)[None, :]
+        part_totals = tl.load(totals + at, real, 0.0)
+        peaks = tl.load(totals + splits * count + at, real, LOWEST)
+        entries = at[:, :, None] * PADDED + cols[None, None, :]
+        parts = tl.load(partial + entries, (part_totals != 0)[:, :, None], 0.0)
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        weights = tl.exp2(peaks - higher[None, :])
+        shrink = tl.exp2(peak - higher)
+        acc = acc * shrink[:, None] + tl.sum(parts * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(part_totals * weights, 0)
+        peak = higher
+    _finish(
+        acc, total, peak, out, normaliser, sinks, number // heads_kv, number % heads_kv * group + rows % group,
+        rows // group, rows < length, heads_kv * group, queries, PADDED, HEAD_DIM, SINKS,
     )  # fmt: skip
 
 
@@ -207,24 +182,8 @@ def splits(q: Tensor, k: Tensor) -> int:
     return max(1, min(-(-2 * schedule.gpu(q.device).processors // programs), k.shape[2] // LEAST_KEYS))
 
 
-def counters(q: Tensor, k: Tensor) -> int:
-    """The number of zeros that `forward` takes as `arrived`: one for each group, 0 for groups of many rows."""
-    return k.shape[0] * k.shape[1] if rows_of(q, k) <= MOST_COMBINED else 0
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    visible: Visible,
-    options: Options,
-    arrived: Tensor | None = None,
-    filled: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and normaliser as in `attention.Result`, for heads without norm and RoPE, and without dropout.
-
-    With `arrived`, `counters(q, k)` zeros (int32), this is one launch. The kernel adds T to `filled` (int64), if given.
-    """
+def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
+    """Output and normaliser as in `attention.Result`, for heads without norm and RoPE, and without dropout."""
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
     shape, columns, parts, rows = tiles(q).decode, padded(d), splits(q, k), min(rows_of(q, k), MOST_ROWS)
     block = max(shape.queries, triton.next_power_of_2(rows))
@@ -252,19 +211,16 @@ def forward(
         q=HeadArguments.of(q),
         K=pointers(dense(k)),
         V=pointers(dense(v)),
-        arrived=arrived,
-        filled=filled,
         ranges=visible.ranges,
         score=ScoreArguments(unit, cap),
         keys=s,
         window=reach(options.window, t, s),
-        ROWS=triton.next_power_of_2(min(rows, MOST_COMBINED)),
         C=_constants(q, block, shape.keys, visible, options),
         num_warps=8 if block == MOST_ROWS else shape.warps,  # else the accumulator would spill
         num_stages=shape.stages,
         **shared,
     )
-    if parts > 1 and arrived is None:
+    if parts > 1:
         programs = b * hk * -(-rows_of(q, k) // COMBINED_ROWS)
         launch(
             combine_kernel, (programs,), q.device, ROWS=COMBINED_ROWS, PADDED=columns, HEAD_DIM=d, num_warps=4, **shared
@@ -277,7 +233,7 @@ def _constants(q: Tensor, rows: int, keys: int, visible: Visible, options: Optio
     _, _, scaled = units(options.scale, options.softcap)
     # the sinks are added at the end
     (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
-    return Constants(
+    return constants(
         rows,
         keys,
         padded(q.shape[-1]),

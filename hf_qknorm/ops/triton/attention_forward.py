@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton.arguments import Sizes
-from hf_qknorm.ops.triton.head_tiles import add_weighted, both_parts, load_tile, products, scaled, store_tile, zero_tile
+from hf_qknorm.ops.triton.head_tiles import add_weighted, load_tile, products, store_tile
 from hf_qknorm.ops.triton.score_math import (
     LOG2E,
     QueryRows,
@@ -71,7 +71,7 @@ def add_keys(sums, q, K, V, block, rows, start, stop, score, seed, sizes, MASKED
             higher = tl.maximum(peak, tl.max(x, 1) * score.cap)
             x = x * score.cap - higher[:, None]
             shrink = tl.exp2(peak - higher)
-            acc = scaled(acc, shrink[:, None], C)
+            acc = acc * shrink[:, None]
             if C.STATISTICS:
                 p_logit = (p_logit + total * (peak - higher)) * shrink
             total = total * shrink
@@ -105,20 +105,17 @@ def attend_segments(sums, q, K, V, block, rows, starts, stops, served, score, se
 
 @triton.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
-    Q, Q_REST, K, K_REST, V, V_REST, OUT, OUT_REST, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out,
-    score, heads, heads_kv, queries, keys, window, section, parts, C: tl.constexpr, BEYOND: tl.constexpr = None,
+    Q, K, V, OUT, normaliser, bound, ranges, sinks, seeds, largest_out, entropy_out, score,
+    heads, heads_kv, queries, keys, window, section, C: tl.constexpr, BEYOND: tl.constexpr = None,
 ):  # fmt: skip
     """Output `[B, H, T, D]` and normaliser `[B, H, T, 2]`; both are 0 for a query without keys, but for its peak.
-
-    Several parts store results of their own, in heads H·parts, which `shared_blocks.combine_parts_kernel` combines.
 
     With BEYOND there are two loops, one after the other, and one is empty: C serves the groups of heads whose
     scores are within the limit, BEYOND the others. The branches of a condition would double the shared memory.
 
-    Q, K, V, OUT and their rests are `launch.head_arguments` of heads `[B, H or Hk, T or S, D]`; `score` is
-    `arguments.ScoreArguments`.
+    Q, K, V and OUT are `launch.as_tiles` of heads `[B, H or Hk, T or S, D]`; `score` is `arguments.ScoreArguments`.
     """
-    sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
     block = query_block(sizes, C)
     within = serves(bound, block.batch * heads_kv + block.head_kv, score.limit, C.WHEN)
     index = block.start + tl.arange(0, C.BLOCK_M)
@@ -128,8 +125,6 @@ def forward_kernel(
     seed = 0
     if C.DROPOUT:
         seed = tl.load(seeds)
-    Q, OUT = both_parts(Q, Q_REST, C), both_parts(OUT, OUT_REST, C)
-    K, V = both_parts(K, K_REST, C), both_parts(V, V_REST, C)
     q = load_tile(Q, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)
     zeros = tl.zeros([C.BLOCK_M], tl.float32)
     total = zeros
@@ -141,15 +136,15 @@ def forward_kernel(
     if C.SINKS:
         sink, weight = from_sink(sinks, block.head)
         peak = zeros + sink
-        total = zeros + tl.where(block.part == 0, weight, 0.0)
-    sums = Sums(zero_tile(C.BLOCK_M, C), total, peak, zeros, zeros)
+        total = zeros + weight
+    sums = Sums(tl.zeros([C.BLOCK_M, C.PADDED], tl.float32), total, peak, zeros, zeros)
     sums = attend_segments(sums, q, K, V, block, rows, starts, stops, within, score, seed, sizes, C)
     if BEYOND is not None:
         sums = attend_segments(sums, q, K, V, block, rows, starts, stops, ~within, score, seed, sizes, BEYOND)
     acc, total, peak, p_logit, largest = sums
     empty = total == 0  # false for NaN, which reaches the output
     inverse_total = tl.where(empty, 0.0, 1.0 / total)
-    at = (block.number * parts + block.part).to(tl.int64) * sizes.queries + index
+    at = block.number.to(tl.int64) * sizes.queries + index
     real = index < sizes.queries
     if C.STATISTICS:
         tl.store(largest_out + at, largest, mask=real)
@@ -165,5 +160,5 @@ def forward_kernel(
     tl.store(normaliser + 2 * at + 1, total, mask=real)
     if C.DROPOUT:
         inverse_total = inverse_total * score.rescale
-    out = scaled(acc, inverse_total[:, None], C)
-    store_tile(OUT, out, block.batch, block.head * parts + block.part, block.start, sizes.queries, C.BLOCK_M, C)
+    out = acc * inverse_total[:, None]
+    store_tile(OUT, out, block.batch, block.head, block.start, sizes.queries, C.BLOCK_M, C)

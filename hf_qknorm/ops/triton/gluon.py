@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.triton.architectures import HOPPER
-from hf_qknorm.ops.triton.arguments import Constants, ScoreArguments, Sizes
-from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, architecture, descriptor, launch
+from hf_qknorm.ops.triton.arguments import ScoreArguments, Sizes
+from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, capability, constants, descriptor, launch
 from hf_qknorm.ops.triton.norm_rope import PreparedHeads
 from hf_qknorm.ops.triton.schedule import gpu, query_section
 from hf_qknorm.ops.types import Options, Visible
 
 SWITCH = "HF_QKNORM_GLUON"
+HOPPER = (9, 0)  # its compute capability
 HEAD_DIM = 128
 QUERIES, KEYS, STAGES = 128, 128, 2  # queries of a program, 64 for each warpgroup; keys of a tile, tiles of a ring
 FEWEST = 2  # programs for each processor: with fewer, the plain kernel has more of them
@@ -31,7 +31,7 @@ def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> b
 
     Triton's interpreter knows no Gluon. Raises ValueError for a switch that is neither 1 nor 0.
     """
-    if not switched_on() or INTERPRETED or architecture(q.device) is not HOPPER or _module() is None:
+    if not switched_on() or INTERPRETED or capability(q.device) != HOPPER or _module() is None:
         return False
     supported = visible.ranges is None and visible.sinks is None and options.window is None and not options.dropout
     halves = q.dtype in (torch.bfloat16, torch.float16)
@@ -61,9 +61,17 @@ def _module() -> Any:
 def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, variants: list[LoopVariant]) -> None:
     """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]`, with one loop or, by the heads' bounds, one of two."""
     b, h, t, _ = prepared.q.shape
-    shared = Constants(QUERIES, KEYS, HEAD_DIM, HEAD_DIM, CAUSAL=causal, SCALED=prepared.scaled)
-    loops = (shared._replace(TANH=tanh, ONLINE=online, WHEN=when) for tanh, online, when, _ in variants)
-    constants: dict[str, Any] = dict(zip(("C", "BEYOND"), loops, strict=False))
+    loops = {
+        name: constants(
+            *(QUERIES, KEYS, HEAD_DIM, HEAD_DIM),
+            CAUSAL=causal,
+            SCALED=prepared.scaled,
+            TANH=tanh,
+            ONLINE=online,
+            WHEN=when,
+        )
+        for name, (tanh, online, when, _) in zip(("C", "BEYOND"), variants, strict=False)
+    }
     launch(
         _module().gluon_forward_kernel,
         (-(-t // QUERIES) * b * h,),
@@ -75,9 +83,9 @@ def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, 
         normaliser=normaliser,
         bound=prepared.bound,
         score=ScoreArguments(prepared.unit, prepared.cap, limit=variants[0].limit),
-        **Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0, query_section(prepared.k, h, t, QUERIES))._asdict(),
+        **Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0, query_section(*prepared[:2], QUERIES))._asdict(),
         STAGES=STAGES,
-        **constants,
+        **loops,
         num_warps=4,
     )
 
@@ -86,7 +94,7 @@ def _tiles(x: Tensor, rows: int) -> Any:
     """`launch.descriptor`, for Gluon: with the layout that tiles have in shared memory."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    plain = descriptor(x, rows, HEAD_DIM)
+    plain = descriptor(x, rows)
     return TensorDescriptor(x, plain.shape, plain.strides, plain.block_shape, _layout(rows, x.dtype))
 
 

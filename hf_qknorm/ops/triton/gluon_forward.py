@@ -187,12 +187,12 @@ def produce(Q, K, V, q_tiles, q_full, ring, batch, head, head_kv, start, tiles, 
 
 @gluon.jit(do_not_specialize=Sizes._fields)
 def gluon_forward_kernel(
-    Q, K, V, OUT, normaliser, bound, score, heads, heads_kv, queries, keys, window, section, parts,
+    Q, K, V, OUT, normaliser, bound, score, heads, heads_kv, queries, keys, window, section,
     STAGES: gl.constexpr, C: gl.constexpr, BEYOND: gl.constexpr = None,
 ):  # fmt: skip
     """As `forward_kernel`, without windows, ranges, sinks, dropout and statistics; BLOCK_M is 128."""
-    sizes = Sizes(heads, heads_kv, queries, keys, window, section, parts)
-    start, number, batch, head, head_kv, _ = query_block(sizes, C)
+    sizes = Sizes(heads, heads_kv, queries, keys, window, section)
+    start, number, batch, head, head_kv = query_block(sizes, C)
     within = serves(bound, batch * sizes.heads_kv + head_kv, score.limit, C.WHEN)
     _, stop = keys_seen(start + C.BLOCK_M - 1, batch, None, sizes, C)
     tiles = gl.maximum(gl.cdiv(stop, C.BLOCK_N), 1)  # one for queries without keys, all of it masked

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -15,9 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from hf_qknorm.ops.triton.architectures import (
     ARCHITECTURES,
     CAP_WITHOUT_MAXIMUM,
-    HOPPER,
     Architecture,
-    Tile,
     Tiles,
 )
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
@@ -29,65 +27,32 @@ BOUND_WITHOUT_MAXIMUM = 60.0  # logits in nats up to which the softmax needs no 
 POLYNOMIAL_LIMIT = 0.6  # |score| up to which the polynomial replaces tanh
 
 
-def architecture(device: torch.device) -> Architecture:
-    """The architecture of a GPU; for the CPU, the one that kernels are compiled for, and Hopper in the interpreter."""
+def capability(device: torch.device) -> tuple[int, int]:
+    """That of a GPU; for the CPU, that which kernels are compiled for, and a Hopper's in the interpreter."""
     if device.type == "cuda":
-        return _of_gpu(device)
-    return HOPPER if INTERPRETED else ARCHITECTURES[divmod(triton.runtime.driver.active.get_current_target().arch, 10)]
+        return torch.cuda.get_device_capability(device)
+    return (9, 0) if INTERPRETED else divmod(triton.runtime.driver.active.get_current_target().arch, 10)
 
 
 @cache
-def _of_gpu(device: torch.device) -> Architecture:
-    return ARCHITECTURES[torch.cuda.get_device_capability(device)]
+def architecture(device: torch.device) -> Architecture:
+    """The architecture of a device."""
+    return ARCHITECTURES[capability(device)]
 
 
-def uses_pointers(device: torch.device) -> bool:
-    """Whether kernels there get heads as pointers, not as tensor descriptors."""
-    return not architecture(device).descriptors
+def tiles(x: Tensor) -> Tiles:
+    """The tiles for heads like x `[B, H, T, D]`."""
+    return architecture(x.device).tiles[x.element_size(), padded(x.shape[-1])]
 
 
-def tiles(x: Tensor, dropout: bool = False) -> Tiles:
-    """The tiles for heads like x `[B, H, T, D]`, with or without dropout."""
-    chosen, key = architecture(x.device), (x.element_size(), padded(x.shape[-1]))
-    found = chosen.tiles[key]
-    if split(x.shape[-1]) is not None:
-        found = found._replace(**chosen.split.get(key, {}))
-    return found._replace(**chosen.dropout.get(key, {})) if dropout else found
-
-
+@cache
 def padded(head_dim: int) -> int:
     """Columns of a tile: the power of two, 16 at least, that holds head_dim."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def split(head_dim: int) -> tuple[int, int] | None:
-    """Columns of two tiles side by side, both powers of two, where one tile would have more columns; else None.
-
-    None for heads of up to 64 columns too: their matrix products take little of the time.
-    """
-    main = padded(head_dim) // 2
-    rest = padded(head_dim - main)
-    return (main, rest) if main >= 64 and rest < main else None
-
-
-def columns(head_dim: int, tile: Tile) -> tuple[int, int]:
-    """The columns of a kernel's tile, and of its second part: 0 if it has one part."""
-    parts = split(head_dim) if tile.split else None
-    return (padded(head_dim), 0) if parts is None else (sum(parts), parts[1])
-
-
-def launch(
-    kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, asserts: bool = False, **options: Any
-) -> None:
-    """Start `kernel` on `device`, which need not be the current one; `options` are arguments by name, warps and stages.
-
-    `asserts` keeps its assertions, without Triton's own about integers; the interpreter has none.
-    """
-    if asserts and not INTERPRETED:
-        options |= {"debug": True, "sanitize_overflow": False}
-    for name in ("C", "BEYOND"):
-        if name in options and not INTERPRETED:
-            options[name] = _with_constant_fields(options[name])
+def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **options: Any) -> None:
+    """Start `kernel` on `device`, which need not be the current one; `options`: arguments by name, warps and stages."""
     with on(device):
         kernel[grid](*arguments, **options, enable_fp_fusion=True)
 
@@ -97,10 +62,11 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-@cache
-def _with_constant_fields(constants: Constants) -> Constants:
-    """The constants as Triton 3.6 needs them: fields of a constant tuple are not constants by themselves there."""
-    return Constants(*map(triton.language.constexpr, constants))
+@lru_cache(4096)
+def constants(*fields: Any, **options: Any) -> Constants:
+    """`Constants` as Triton 3.6 needs them: fields of a constant tuple are not constants by themselves there."""
+    made = Constants(*fields, **options)
+    return made if INTERPRETED else Constants(*map(triton.language.constexpr, made))
 
 
 def dense(x: Tensor) -> Tensor:
@@ -114,20 +80,7 @@ def dense(x: Tensor) -> Tensor:
 
 def as_tiles(x: Tensor, rows: int) -> TensorDescriptor | HeadArguments:
     """x `[B, H, T, D]`, which is `dense`, as kernels on its device load and store tiles of `rows` rows of it."""
-    return pointers(x) if uses_pointers(x.device) else descriptor(x, rows, padded(x.shape[-1]))
-
-
-def head_arguments(tile: Tile, rows: int, **heads: Tensor) -> dict[str, Any]:
-    """Heads X `[B, H, T, D]`, which are `dense`, as arguments X and X_REST of a kernel with this tile.
-
-    The second is None for heads of one part.
-    """
-    found: dict[str, Any] = {}
-    for name, x in heads.items():
-        total, rest = columns(x.shape[-1], tile)
-        for part, width in ((name, total - rest), (f"{name}_REST", rest)):
-            found[part] = None if width == 0 else pointers(x) if uses_pointers(x.device) else descriptor(x, rows, width)
-    return found
+    return descriptor(x, rows) if architecture(x.device).descriptors else pointers(x)
 
 
 def pointers(x: Tensor) -> HeadArguments:
@@ -135,9 +88,15 @@ def pointers(x: Tensor) -> HeadArguments:
     return HeadArguments(x, *_strides(x)[:3])
 
 
-def descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """Tiles of `rows` rows and `columns` columns of x `[B, H, T, D]`, which is `dense`; zero outside of x."""
-    return TensorDescriptor(x, list(x.shape), _strides(x), [1, 1, rows, columns])
+class _Descriptor(TensorDescriptor):
+    """A descriptor without Triton's checks, which take longer than all else of a launch: heads are `dense`."""
+
+    def __post_init__(self) -> None: ...
+
+
+def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Tiles of `rows` rows of x `[B, H, T, D]`, which is `dense`, with all columns; zero outside of x."""
+    return _Descriptor(x, [*x.shape], _strides(x), [1, 1, rows, padded(x.shape[-1])])
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -145,8 +104,8 @@ def _strides(x: Tensor) -> list[int]:
 
     Of integers Triton specialises the multiples of 16, as most of the other strides are.
     """
-    *outer, _ = (stride if size > 1 else 16 for size, stride in zip(x.shape, x.stride(), strict=True))
-    return [*outer, 1]
+    (*sizes, _), (*strides, _) = x.shape, x.stride()
+    return [*(stride if size > 1 else 16 for size, stride in zip(sizes, strides, strict=True)), 1]
 
 
 class LoopVariant(NamedTuple):
@@ -178,13 +137,6 @@ def forward_variants(dtype: torch.dtype, softcap: float | None, bounded: bool, s
         return [LoopVariant(tanh, online)]
     limit = POLYNOMIAL_LIMIT
     return [LoopVariant("polynomial", online, "within", limit), LoopVariant(tanh, online, "beyond", limit)]
-
-
-def backward_variants(dtype: torch.dtype, softcap: float | None, bounded: bool, sinks: bool) -> list[LoopVariant]:
-    """The variants for gradients: with forward's tanh; the log-sum-exp replaces the maximum."""
-    if softcap is None:
-        return [LoopVariant("none", False)]
-    return [variant._replace(online=False) for variant in forward_variants(dtype, softcap, bounded, sinks)]
 
 
 def units(scale: float, softcap: float | None) -> tuple[float, float, bool]:

@@ -27,27 +27,12 @@ STEPS = 4  # tiles of a program of the backward, one after the other: its partia
 class NormedHeads(NamedTuple):
     """q̂ `[B, H, T, D]`, k̂ `[B, Hk, T, D]`, and the largest ‖q̂‖ of each group and ‖k̂‖, `[B, Hk, 2]` in fp32.
 
-    There is no bound unless it is asked for, nor without k, nor with a cache, whose earlier keys are not read. With a
-    cache there are `zeros` (int32), at least `B·Hk`, for a kernel that follows.
+    There is no bound unless it is asked for, nor without k.
     """
 
     q: Tensor
     k: Tensor | None
     bound: Tensor | None
-    zeros: Tensor | None
-
-
-class Cache(NamedTuple):
-    """Cached keys and values `[B, Hk, S, D]` in dense rows; v `[B, Hk, T, D]`, to go to positions `[T]`.
-
-    Without positions, v goes to the last T rows. Positions outside of S are not written; on a GPU they fail an
-    assertion of the kernel.
-    """
-
-    keys: Tensor
-    values: Tensor
-    v: Tensor
-    positions: Tensor | None = None
 
 
 class Gradients(NamedTuple):
@@ -68,48 +53,33 @@ def forward(
     k_norm: Norm,
     rotary: Rotary | None,
     factor: float = 1.0,
-    cache: Cache | None = None,
     *,
     bounded: bool = False,
 ) -> NormedHeads:
     """Norm and rotate q `[B, H, T, D]` and k `[B, Hk, T, D]`, or q alone, and multiply q by `factor`; round once.
 
-    With a cache, the same launch writes k̂ and the new values there, and the result's k are the cache's keys. A bound
-    takes a launch that fills it with zeros.
+    A bound takes a launch that fills it with zeros.
     """
-    (batch, heads, length, _), device = q.shape, q.device
-    heads_kv = 0 if k is None else k.shape[1]
-    total = heads + heads_kv * (1 if cache is None else 2)
-    q_out = torch.empty(q.shape, dtype=q.dtype, device=device)
-    k_out, values, v, positions = (None, None, None, None) if cache is None else cache
+    (batch, heads, length, _), heads_kv = q.shape, 0 if k is None else k.shape[1]
+    q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=q.device)
     bound = None
-    if cache is None and k is not None:
-        k_out = torch.empty(k.shape, dtype=k.dtype, device=device)
-        if bounded:
-            bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=device)
+    if bounded and k is not None:
+        bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=q.device)
     arguments = _arguments(q, q_norm, k_norm, rotary, factor)
-    programs = total * batch * -(-length // arguments["BLOCK"])
-    zeros = None if cache is None else torch.empty(programs, dtype=torch.int32, device=device)
     launch(
         norm_rope_kernel,
-        (programs,),
-        device,
+        ((heads + heads_kv) * batch * -(-length // arguments["BLOCK"]),),
+        q.device,
         q=HeadArguments.of(q),
         q_out=HeadArguments.of(q_out),
         k=HeadArguments.of(k),
         k_out=HeadArguments.of(k_out),
-        v=HeadArguments.of(v),
-        v_out=HeadArguments.of(values),
-        positions=positions,
-        room=0 if cache is None else cache.keys.shape[2],
         bound=None if bound is None else bound.view(torch.int32),
-        zeros=zeros,
         heads_kv=heads_kv,
-        total=total,
-        asserts=positions is not None,
         **arguments,
     )
-    return NormedHeads(q_out, k_out, bound, zeros)
+    return NormedHeads(q_out, k_out, bound)
 
 
 def backward(

@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton import norm_math
-from hf_qknorm.ops.triton.arguments import NormArguments
 
 
 @triton.jit
@@ -60,11 +59,11 @@ def _rotation(rotary, batch, rows, angle, mask):
 
 @triton.jit
 def _prepare(
-    source, result, norm, rotary, positions, start, room, bound, group, multiplier, batch, head, block, length,
+    source, result, norm, rotary, bound, group, multiplier, batch, head, block, length,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and multiply one tile; store it at its `positions`, or from row `start` on; raise the group's bound.
+    """Norm, rotate and multiply one tile; store it; raise the group's bound.
 
     Heads that are rotated whole, in halves, are two tiles side by side: each thread has both columns of its pairs.
     """
@@ -82,7 +81,6 @@ def _prepare(
         y = ((x * c - z * s) * multiplier).to(result.data.dtype.element_ty)
         z = ((z * c + x * s) * multiplier).to(result.data.dtype.element_ty)
         squares = tl.sum(_squares(y, live), 1) + tl.sum(_squares(z, live), 1)
-        rows, live = _stored_rows(rows, live, positions, start, room, length)
         tl.store(result.data + _entries(result, batch, head, rows, columns), y, mask=live)
         tl.store(result.data + _entries(result, batch, head, rows, columns + PADDED // 2), z, mask=live)
     else:
@@ -101,7 +99,6 @@ def _prepare(
             y = tl.where(rotated, y * c + z * (s * sign[None, :]), y)
         y = (y * multiplier).to(result.data.dtype.element_ty)
         squares = tl.sum(_squares(y, live), 1)
-        rows, live = _stored_rows(rows, live, positions, start, room, length)
         tl.store(result.data + _entries(result, batch, head, rows, columns), y, mask=live)
     if bound is not None:
         longest = tl.sqrt_rn(tl.max(squares, 0))
@@ -116,22 +113,6 @@ def _squares(y, live):
 
 
 @triton.jit
-def _stored_rows(rows, live, positions, start, room, length):
-    """Where rows go, at their `positions` or from row `start` on, and which entries are written.
-
-    Rows with positions outside of `room` are not written; on a GPU they fail an assertion.
-    """
-    if positions is not None:
-        rows = tl.load(positions + rows, mask=rows < length, other=0)
-        inside = (rows >= 0) & (rows < room)
-        tl.device_assert(inside, "a position is outside of the static cache: it is full, or too short")
-        live = live & inside[:, None]
-    else:
-        rows = rows + start
-    return rows, live
-
-
-@triton.jit
 def _place(count, length, ROWS: tl.constexpr):
     """Batch, head and block of rows of this program."""
     number = tl.program_id(0)
@@ -139,41 +120,25 @@ def _place(count, length, ROWS: tl.constexpr):
     return number // count // blocks, number % count, number // count % blocks
 
 
-# Lengths, and the room of a cache, may grow: one kernel for all.
-@triton.jit(do_not_specialize=["room", "heads", "heads_kv", "total", "length"])
+@triton.jit(do_not_specialize=["heads", "heads_kv", "length"])  # lengths may grow: one kernel for all
 def norm_rope_kernel(
-    q, q_out, k, k_out, v, v_out, q_norm, k_norm, rotary, positions, room, bound, zeros, multiplier,
-    heads, heads_kv, total, length,
+    q, q_out, k, k_out, q_norm, k_norm, rotary, bound, multiplier, heads, heads_kv, length,
     BLOCK: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Norm and rotate q, and k if given; of a cache, store k̂ and a copy of v at `positions`, or in its last rows.
-
-    Each program sets its own number of `zeros` to 0, if given.
-    """
-    if zeros is not None:
-        tl.store(zeros + tl.program_id(0), 0)
-    start = 0
-    if v is not None:
-        start = room - length
-    batch, head, block = _place(total, length, BLOCK)
+    """Norm and rotate q, and k if given."""
+    batch, head, block = _place(heads + heads_kv, length, BLOCK)
     if head < heads:
         group = (batch * heads_kv + head * heads_kv // heads) * 2
         _prepare(
-            q, q_out, q_norm, rotary, None, 0, 0, bound, group, multiplier, batch, head, block, length,
+            q, q_out, q_norm, rotary, bound, group, multiplier, batch, head, block, length,
             BLOCK, PADDED, HEAD_DIM, Q_NORM, ROTARY, INTERLEAVED,
         )  # fmt: skip
-    elif head < heads + heads_kv:
-        if k is not None:
-            group = (batch * heads_kv + head - heads) * 2 + 1
-            _prepare(
-                k, k_out, k_norm, rotary, positions, start, room, bound, group, 1.0, batch, head - heads, block, length,
-                BLOCK, PADDED, HEAD_DIM, K_NORM, ROTARY, INTERLEAVED,
-            )  # fmt: skip
-    elif v is not None:
+    elif k is not None:
+        group = (batch * heads_kv + head - heads) * 2 + 1
         _prepare(
-            v, v_out, NormArguments(), None, positions, start, room, None, 0, 1.0, batch, head - heads - heads_kv,
-            block, length, BLOCK, PADDED, HEAD_DIM, None, 0, False,
+            k, k_out, k_norm, rotary, bound, group, 1.0, batch, head - heads, block, length,
+            BLOCK, PADDED, HEAD_DIM, K_NORM, ROTARY, INTERLEAVED,
         )  # fmt: skip
 
 

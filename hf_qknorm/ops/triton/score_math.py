@@ -17,17 +17,13 @@ FIRST, THIRD, FIFTH = map(tl.constexpr, (0.999936879, -0.330128044, 0.108397968)
 
 
 class QueryBlock(NamedTuple):
-    """A block of queries: its first row, its head's number in the whole batch, the batch, the head and its key head.
-
-    `part` is the number of this program among the block's.
-    """
+    """A block of queries: its first row, its head's number in the whole batch, the batch, the head and its key head."""
 
     start: Any
     number: Any
     batch: Any
     head: Any
     head_kv: Any
-    part: Any = 0
 
 
 class QueryRows(NamedTuple):
@@ -52,11 +48,9 @@ def query_block(sizes, C: tl.constexpr):
     number, block = place(blocks, sizes.section)
     if C.CAUSAL:
         block = blocks - 1 - block  # the longest first, so that the last ones to end are short
-    part = number % sizes.parts
-    number = number // sizes.parts
     head = number % sizes.heads
     head_kv = head // (sizes.heads // sizes.heads_kv)
-    return QueryBlock(block * C.BLOCK_M, number, number // sizes.heads, head, head_kv, part)
+    return QueryBlock(block * C.BLOCK_M, number, number // sizes.heads, head, head_kv)
 
 
 @triton.jit
@@ -114,19 +108,14 @@ def _limits(
 def key_segments(block, ranges, sizes, C: tl.constexpr):
     """Starts and stops of three segments of keys for a block of queries: with a mask, without one, with one.
 
-    Limits never decrease: the block's first and last query have the least and the largest. A part of a block has an
-    equal share of the tiles, but for one.
+    Limits never decrease: the block's first and last query have the least and the largest.
     """
     first_low, last_low = keys_seen(block.start, block.batch, ranges, sizes, C)
-    first_high, last_high = keys_seen(block.start + C.BLOCK_M - 1, block.batch, ranges, sizes, C)
+    first_high, stop = keys_seen(block.start + C.BLOCK_M - 1, block.batch, ranges, sizes, C)
     start = first_low // C.BLOCK_N * C.BLOCK_N
     full_start = tl.cdiv(first_high, C.BLOCK_N) * C.BLOCK_N
     full_stop = tl.maximum(last_low // C.BLOCK_N * C.BLOCK_N, full_start)
-    tiles = tl.cdiv(tl.maximum(last_high - start, 0), C.BLOCK_N)
-    low = start + block.part * tiles // sizes.parts * C.BLOCK_N
-    high = tl.minimum(start + (block.part + 1) * tiles // sizes.parts * C.BLOCK_N, last_high)
-    starts = tl.maximum(start, low), tl.maximum(full_start, low), tl.maximum(full_stop, low)
-    return starts, (tl.minimum(full_start, high), tl.minimum(full_stop, high), high)
+    return (start, full_start, full_stop), (tl.minimum(full_start, stop), tl.minimum(full_stop, stop), stop)
 
 
 @triton.jit

@@ -10,11 +10,8 @@ import torch
 from torch import Tensor
 
 from fuzz.lines import Table, Values
-from fuzz.tables import CPP, TRITON
-from hf_qknorm.ops import operators
+from fuzz.tables import CPP
 from hf_qknorm.ops.cpu import build
-from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.registration import Operator
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -34,13 +31,13 @@ SHARPNESSES = (1.0, 2.0, 5.5, 8.0)
 class _Draw:
     """Sizes and tensors of one problem."""
 
-    def __init__(self, seed: int, *, fused: bool) -> None:
+    def __init__(self, seed: int) -> None:
         self.random, self.generator = random.Random(str(seed)), torch.Generator().manual_seed(seed)
         self.batch, self.heads_kv = self.random.choice((1, 2, 3)), self.random.choice((1, 2))
         self.heads = self.heads_kv * self.random.choice((1, 2, 3))
-        self.queries = self.random.choice((1, 2, 5, 19) if fused else (1, 2, 5, 70))
-        self.keys = self.queries + self.random.choice((0, 3) if fused else (0, 3, 300))
-        self.columns = self.random.choice((16, 40, 64) if fused else (1, 3, 8, 16, 40, 64))
+        self.queries = self.random.choice((1, 2, 5, 70))
+        self.keys = self.queries + self.random.choice((0, 3, 300))
+        self.columns = self.random.choice((1, 3, 8, 16, 40, 64))
         self.dtype = self.random.choice(DTYPES)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -83,27 +80,17 @@ class _Draw:
             "dropout": rate or 0.0,
         }
 
-    def norm(self, side: str, heads: int) -> Values:
-        kind = self.random.choice((*NORMS, "none"))
-        gain, bias = (self.maybe(lambda: self.parameter(heads)) for _ in range(2))
-        values = {"kind": kind, "gain": gain, "bias": bias, "eps": 1e-6, "p": 3.0}
-        values["knee"] = self.maybe(lambda: torch.tensor([20.0, 19.0, self.random.choice(SHARPNESSES)]))
-        return {f"{side}_{name}": x for name, x in values.items()}
 
-    def norms(self) -> Values:
-        return self.norm("q", self.heads) | self.norm("k", self.heads_kv) | self.angles()
-
-
-def _cpp_attention(seed: int) -> Values:
-    draw = _Draw(seed, fused=False)
+def _attention(seed: int) -> Values:
+    draw = _Draw(seed)
     visible = draw.visible(draw.keys)
     return draw.queries_keys_values(draw.keys) | visible | {"cap": draw.maybe(lambda: 5.0)}
 
 
-def _cpp_backward(seed: int) -> Values:
-    values = _cpp_attention(seed)
+def _backward(seed: int) -> Values:
+    values = _attention(seed)
     q, k = values["q"], values["k"]
-    out, normaliser = _cpp_call("forward", values)
+    out, normaliser = _call("forward", values)
     return values | {
         "grad": torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)).to(q.dtype),
         "out": out,
@@ -113,8 +100,8 @@ def _cpp_backward(seed: int) -> Values:
     }
 
 
-def _cpp_norm_rope(seed: int) -> Values:
-    draw = _Draw(seed, fused=False)
+def _norm_rope(seed: int) -> Values:
+    draw = _Draw(seed)
     x = draw.normal(draw.batch, draw.queries, draw.heads, draw.columns).transpose(1, 2)
     gain, bias = (draw.maybe(lambda: draw.parameter(draw.heads)) for _ in range(2))
     shape = {"eps": 0.5, "sharpness": draw.random.choice(SHARPNESSES), "length": 0.7}
@@ -122,82 +109,24 @@ def _cpp_norm_rope(seed: int) -> Values:
     return {"x": x, "normed": True, "centred": centred, "gain": gain, "bias": bias, **shape, **draw.angles()}
 
 
-def _cpp_norm_rope_backward(seed: int) -> Values:
-    values = _cpp_norm_rope(seed)
+def _norm_rope_backward(seed: int) -> Values:
+    values = _norm_rope(seed)
     return values | {"grad": torch.ones_like(values["x"])}
 
 
-def _cpp_call(name: str, values: Values) -> list[Tensor]:
+def _call(name: str, values: Values) -> list[Tensor]:
     overload = build.overload(name)
     found = overload(*(values.get(x.name, 0.5) for x in overload._schema.arguments))  # measure's threshold
     returned = [found] if isinstance(found, Tensor) else [*(found or ())]
     return returned + [values[x.name] for x in overload._schema.arguments if x.alias_info is not None]
 
 
-def _fused(seed: int) -> Values:
-    draw = _Draw(seed, fused=True)
-    norms = draw.norms() if draw.random.random() < 0.7 else _plain_norms()
-    raw = norms["cos"] is not None or norms["q_kind"] != "none" or norms["k_kind"] != "none"
-    keys = draw.queries if raw else draw.keys
-    options = {"mask": None, "softcap": draw.maybe(lambda: 5.0), "statistics": False}
-    return draw.queries_keys_values(keys) | norms | draw.visible(keys) | options
+DRAWS = {"backward": _backward, "norm_rope": _norm_rope, "norm_rope_backward": _norm_rope_backward}
 
 
-def _plain_norms() -> Values:
-    norm = {"kind": "none", "gain": None, "bias": None, "eps": 1e-6, "p": 2.0, "knee": None}
-    angles = {"cos": None, "sin": None, "interleaved": False}
-    return {f"{side}_{name}": x for side in "qk" for name, x in norm.items()} | angles
-
-
-def _fused_backward(seed: int) -> Values:
-    values = _fused(seed)
-    with torch.no_grad():
-        out, normaliser, *_ = _run(operators.FUSED_ATTENTION, values)
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed)).to(out.dtype)
-    return values | {"grad": grad, "out": out, "normaliser": normaliser}
-
-
-def _norm_rope(seed: int) -> Values:
-    draw = _Draw(seed, fused=True)
-    heads = draw.queries_keys_values(draw.queries)
-    return {"q": heads["q"], "k": heads["k"]} | draw.norms()
-
-
-def _norm_rope_backward(seed: int) -> Values:
-    values = _norm_rope(seed)
-    return values | {"dq": torch.ones_like(values["q"]), "dk": torch.ones_like(values["k"])}
-
-
-def _run(operator: Operator, values: Values) -> Any:
-    return operator(*(values[name] for name in operator.fields))
-
-
-def _fused_call(name: str, values: Values) -> list[Tensor]:
-    with torch.no_grad():
-        return [*_run(FUSED[name], values)]
-
-
-FUSED = {
-    "fused_attention": operators.FUSED_ATTENTION,
-    "fused_attention_backward": operators.FUSED_ATTENTION_BACKWARD,
-    "norm_rope": operators.NORM_ROPE_HEADS,
-    "norm_rope_backward": operators.NORM_ROPE_BACKWARD,
-}
-DRAWS = {
-    "cpp": {
-        "backward": _cpp_backward, "norm_rope": _cpp_norm_rope, "norm_rope_backward": _cpp_norm_rope_backward,
-    },
-    "triton": {
-        "fused_attention": _fused, "fused_attention_backward": _fused_backward, "norm_rope": _norm_rope,
-        "norm_rope_backward": _norm_rope_backward,
-    },
-}  # fmt: skip
-
-
-def targets(kind: str) -> list[Target]:
-    """The operators of the C++ library ("cpp") or of Triton's kernels ("triton")."""
-    tables, call = (CPP, _cpp_call) if kind == "cpp" else (TRITON, _fused_call)
+def targets() -> list[Target]:
+    """The operators of the C++ library."""
     return [
-        Target(name, table, DRAWS[kind].get(name, _cpp_attention), lambda values, name=name: call(name, values))
-        for name, table in tables.items()
+        Target(name, table, DRAWS.get(name, _attention), lambda values, name=name: _call(name, values))
+        for name, table in CPP.items()
     ]

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from fuzz.lines import Table, Values
-from fuzz.tables import NONE
 
 DTYPES: Final = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16),
@@ -24,8 +23,6 @@ GUARD: Final = 64  # entries around a guarded tensor
 def edits(values: Values, table: Table) -> Iterator[tuple[str, Values]]:
     """Yield each edit of each argument, with words for it."""
     for name, x in values.items():
-        if table.get(name) is NONE:
-            yield f"{name} given", values | {name: torch.ones(1, 1, 1, 1, dtype=torch.bool)}
         if isinstance(x, Tensor) and getattr(table.get(name), "optional", False):
             yield f"{name} absent", values | {name: None}
         for words, edited in _of(x):

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from fuzz.lines import FLOATING, HEADS, OF_Q, OF_X, SCALAR, Line, Number, Sizes, Table, Values, is_finite
-from hf_qknorm.ops.norms import NORMS, SHARPNESSES
+from fuzz.lines import FLOATING, HEADS, OF_Q, OF_X, Line, Number, Sizes, Table, Values, is_finite
 
 MOST_COLUMNS: Final = 256
 
@@ -32,7 +31,6 @@ def _window(x: Any, values: Values) -> bool:
 COLUMNS: Final = (f"H ≥ 1, 1 ≤ D ≤ {MOST_COLUMNS}", lambda s, values: s["H"] >= 1 and 1 <= s["D"] <= MOST_COLUMNS)
 GROUPS: Final = ("H a multiple of Hk", _shares)
 ROTATES: Final = ("2R ≤ D", lambda s, values: 2 * s["R"] <= s["D"])
-SHARPNESS: Final = Number(", ".join(map(str, SHARPNESSES)), lambda x, values: x in SHARPNESSES)
 SWITCH: Final = Number("true or false", lambda x, values: isinstance(x, bool))
 Q: Final = Line("B H T D", HEADS, limits=(COLUMNS,))
 KEYS: Final = Line("B Hk S D", OF_Q)
@@ -85,60 +83,6 @@ CPP_NORM_ROPE: Final[Table] = {
 CPP_NORM_ROPE_BACKWARD: Final[Table] = CPP_NORM_ROPE | {"grad": Line("B H T D", OF_X)}
 
 
-def _whole_rows(sizes: Sizes, values: Values) -> bool:
-    return sizes["D"] * values["q"].element_size() % 16 == 0
-
-
-def _of_one_length(sizes: Sizes, values: Values) -> bool:
-    raw = values["cos"] is not None or values["q_kind"] != "none" or values["k_kind"] != "none"
-    return not raw or sizes["T"] == sizes["S"]
-
-
-def _some(sizes: Sizes, values: Values) -> bool:
-    return sizes["B"] * sizes["T"] > 0
-
-
-SINGLE: Final = Line(SCALAR, FLOATING, optional=True)
-KINDS: Final = Number("a name of ops/norms.py, or none", lambda x, values: x in (*NORMS, "none"))
-
-
-def _norm(side: str, heads: str) -> Table:
-    """The lines of a norm: of queries ("q") or keys ("k")."""
-    parameter = replace(PARAMETER, shapes=f"1 | D | {heads} D")
-
-    lines = {
-        "kind": KINDS,
-        **{"gain": parameter, "bias": parameter, "eps": CPP_NORM_ROPE["eps"]},
-        **{"p": Number("≥ 1", lambda x, values: x >= 1), "knee": Line("3", FLOATING, "packed", optional=True)},
-    }
-    return {f"{side}_{name}": line for name, line in lines.items()}
-
-
-NONE: Final = Number("none", lambda x, values: x is None)
-FUSED_Q: Final = replace(Q, limits=(COLUMNS, ("rows of a multiple of 16 bytes", _whole_rows), ("not empty", _some)))
-FUSED_NORMS: Final[Table] = {**_norm("q", "H"), **_norm("k", "Hk"), "cos": COS, "sin": SIN, "interleaved": SWITCH}
-FUSED_HEADS: Final[Table] = {
-    "q": FUSED_Q,
-    "k": replace(KEYS, limits=(GROUPS, ("T = S if normed or rotated", _of_one_length))),
-    "v": KEYS,
-}
-FUSED: Final[Table] = (
-    FUSED_HEADS
-    | FUSED_NORMS
-    | {
-        **{name: ATTENTION[name] for name in ("ranges", "sinks", "seed")},
-        "mask": NONE,
-        "scale": Number("finite, above 0", lambda x, values: is_finite(x) and x > 0),
-        "softcap": ATTENTION["cap"],
-        **{name: ATTENTION[name] for name in ("causal", "window", "dropout")},
-        "statistics": SWITCH,
-    }
-)
-FUSED_BACKWARD: Final[Table] = FUSED | {"grad": OF_Q_HEADS, "out": OF_Q_HEADS, "normaliser": Line("B H T 2", "fp32")}
-NEW_KEYS: Final = Line("B Hk T D", OF_Q, limits=(GROUPS,))
-NORM_ROPE: Final[Table] = {"q": FUSED_Q, "k": NEW_KEYS} | FUSED_NORMS
-NORM_ROPE_BACKWARD: Final[Table] = NORM_ROPE | {"dq": Line("B H T D", FLOATING), "dk": Line("B Hk T D", FLOATING)}
-# The operators of the C++ library, and those of Triton's kernels.
 CPP: Final[dict[str, Table]] = {
     "attend": ATTENTION,
     "forward": ATTENTION,
@@ -146,10 +90,4 @@ CPP: Final[dict[str, Table]] = {
     "backward": BACKWARD,
     "norm_rope": CPP_NORM_ROPE,
     "norm_rope_backward": CPP_NORM_ROPE_BACKWARD,
-}
-TRITON: Final[dict[str, Table]] = {
-    "fused_attention": FUSED,
-    "fused_attention_backward": FUSED_BACKWARD,
-    "norm_rope": NORM_ROPE,
-    "norm_rope_backward": NORM_ROPE_BACKWARD,
 }

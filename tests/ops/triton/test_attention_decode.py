@@ -105,11 +105,6 @@ class Call(NamedTuple):
     def run(self, case: Case) -> tuple[Tensor, Tensor]:
         return attention_decode.forward(*self, case.options)
 
-    def run_at_once(self, case: Case) -> tuple[Tensor, Tensor]:
-        """In one launch."""
-        arrived = torch.zeros(attention_decode.counters(self.q, self.k), dtype=torch.int32, device=DEVICE)
-        return attention_decode.forward(*self, case.options, arrived)
-
 
 def draw(case: Case, seed: int = 0) -> Call:
     """The call's tensors on the device; keys beyond the filled part of the cache are large."""
@@ -173,15 +168,6 @@ def test_output_and_log_sum_exp(case: Case, monkeypatch: pytest.MonkeyPatch) -> 
     finite = exact_lse.isfinite()
     assert torch.equal(lse.isfinite(), finite)
     assert_within_budget(lse[finite], exact_lse[finite], eager_lse[finite], "lse")
-
-
-@pytest.mark.parametrize("case", [case for case in CASES if case.splits in (2, 3, 9) and case.rows <= 16], ids=str)
-def test_the_last_program_combines_as_another_launch(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the same bits in the interpreter; a compiler may contract the sums of two kernels in different ways."""
-    force(monkeypatch, case.splits)
-    call = draw(case)
-    tolerance = {"rtol": 0, "atol": 0} if DEVICE.type == "cpu" else {}
-    torch.testing.assert_close(call.run_at_once(case), call.run(case), **tolerance)
 
 
 def reached(call: Call, case: Case) -> Tensor:

@@ -104,12 +104,10 @@ def generate(steps: Steps, tokens: Tokens) -> Tensor:
     outs, done = [], 0
     for size in steps.sizes:
         now = slice(done, done + size)
+        made = norm_rope.forward(*tokens.at(now))
         if steps.static:
-            positions = torch.arange(done, done + size, device=DEVICE)
-            cache = norm_rope.Cache(keys, values, tokens.v[:, :, now], positions)
-            made = norm_rope.forward(*tokens.at(now), cache=cache)
+            keys[:, :, now], values[:, :, now] = made.k, tokens.v[:, :, now]
         else:
-            made = norm_rope.forward(*tokens.at(now))
             keys, values = torch.cat([keys, made.k], 2), torch.cat([values, tokens.v[:, :, now]], 2)
         visible = Visible(steps.ranges[:, now].contiguous(), tokens.sinks)
         options = Options(steps.head_dim**-0.5, steps.softcap)

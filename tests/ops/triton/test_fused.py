@@ -166,4 +166,4 @@ def test_ranges_past_the_last_key_end_there(queries: int) -> None:
 @pytest.mark.skipif(DEVICE == "cuda", reason="there the kernels run")
 def test_the_reason_without_a_gpu_or_an_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert library.why_not_fused(*heads()) == "the kernels are for NVIDIA GPUs, and the tensors are on cpu"
+    assert library.why_not_fused(Heads(*heads())) == "the kernels are for NVIDIA GPUs, and the tensors are on cpu"

@@ -1,19 +1,17 @@
-"""The fused operators refuse arguments that would make kernels read or write out of bounds, however they are called."""
+"""The heads that the Triton kernels take, and the modes of torch that their operators refuse."""
 
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from hf_qknorm.ops import fused_checks, library, operators
-from hf_qknorm.ops.registration import pack, pack_norms, unpack
+from hf_qknorm.ops import fused_checks, library
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 from qknorm_tests.operator_calls import call
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,75 +41,39 @@ def test_gpus_without_tiles_are_refused(capability: tuple[int, int], monkeypatch
         assert reason.endswith(f", and cuda:1 has {capability[0]}.{capability[1]}")
 
 
-def assert_refused(error: type[Exception], message: str, function: Any, *arguments: Any) -> None:
-    pattern = ".*".join(re.escape(piece) for piece in message.split(".*"))
-    with pytest.raises(error, match=pattern):
-        function(*arguments)
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape, device=DEVICE)
 
 
-ATTENTION: list[tuple[dict[str, Any], str]] = [
-    ({"heads": [x.double() for x in heads()]}, "got torch.float64. Use library.attention"),
-    ({"heads": [normal(1, 2, T, 264)] * 3}, "head_dim is 264, and the kernels' registers hold 256 at most"),
-    ({"heads": [normal(1, 2, T, 18)] * 3}, "rows of torch.float32 must be multiples of 16 bytes, that is of 4 numbers"),
-    ({"heads": [normal(1, 2, T, 20, dtype=torch.bfloat16)] * 3}, "head_dim is 20: .* that is of 8 numbers"),
-    ({"heads": heads(0, S)}, "there is nothing to attend"),
-    ({"q_norm": Norm("rsm")}, "q_norm.kind must be one of none, rms, layer, l2, lp, got 'rsm'"),
-    ({"rotary": Rotary(*[torch.ones(1, T, 9)] * 2)}, "a rotation of 18 columns does not fit"),
-    ({"ranges": torch.zeros(B, T + 1, 2, dtype=torch.int32)}, "ranges must be"),
-    ({"ranges": torch.zeros(3, T, 2, dtype=torch.int32)}, "[B or 1, T, 2] with B = 2"),
-    ({"ranges": torch.zeros(B, T, 2, dtype=torch.int64)}, "ranges must be int32, got torch.int64"),
-    ({"sinks": torch.zeros(H - 1)}, "sinks must be one logit a query head, [4], got [3]"),
-    ({"sinks": torch.zeros(H, dtype=torch.int64)}, "sinks must be of floating point numbers, got torch.int64"),
-    ({"sinks": torch.zeros(H, device="meta")}, "sinks must be on the device of q"),
-    ({"dropout": 0.1}, "dropout needs a seed, [1] in torch.int64, got None"),
-    ({"dropout": 0.1, "seed": torch.zeros(1)}, "got [1] in torch.float32"),
-    ({"mask": torch.ones(B, 1, T, T, dtype=torch.bool)}, "takes ranges of keys and no mask: use library.attention"),
-    ({"scale": -1.0}, "scale must be positive, got -1.0"),
-    ({"softcap": 0.0}, "softcap must be finite and greater than 0, got 0.0"),
-    ({"q_norm": RMS, "heads": heads(T, S)}, "q [2, 4, 3, 16] and k [2, 2, 8, 16] must be of one length"),
-    ({"q_norm": Norm("rms", eps=-1.0)}, "q_norm.eps must not be negative, got -1.0"),
-    ({"k_norm": Norm("lp", p=0.5)}, "k_norm.p must be at least 1, got 0.5"),
-    ({"q_norm": Norm("rms", torch.ones(D, dtype=torch.int32))}, "q_norm.gain must be of floating point numbers"),
-    ({"k_norm": Norm("rms", torch.ones(D, device="meta"))}, "k_norm.gain must be on the device of q"),
-    ({"k_norm": Norm("layer", None, torch.ones(H, D))}, "k_norm.bias must be [1], [D] or [H, D], here .*, got [4, 16]"),
-    ({"q_norm": Norm("rms", knee=torch.ones(2))}, "q_norm.knee must be [3] and contiguous, got [2]"),
-    ({"q_norm": Norm("rms", knee=torch.ones(6)[::2])}, "q_norm.knee must be [3] and contiguous, got [3]"),
-    ({"k_norm": Norm("lp", knee=torch.ones(3, dtype=torch.int32))}, "k_norm.knee must be of floating point numbers"),
-    ({"k_norm": Norm("rms", knee=torch.ones(3, device="meta"))}, "k_norm.knee must be on the device of q"),
-    ({"rotary": Rotary(*[torch.ones(3, T, 8)] * 2)}, "[B or 1, T, R/2] with B = 2 and T = 3, got [3, 3, 8]"),
-    ({"rotary": Rotary(torch.ones(1, T, 8), torch.ones(1, T, 4))}, "got [1, 3, 8] and [1, 3, 4]"),
-    ({"rotary": Rotary(*[torch.ones(1, T, 8, dtype=torch.int32)] * 2)}, "cos must be of floating point numbers"),
-    ({"rotary": Rotary(*[torch.ones(1, T, 8, device="meta")] * 2)}, "cos must be on the device of q"),
+# The heads, and the reason against them in attention and in norm and RoPE alone, None for none.
+RAW = "q [2, 4, 3, 16] and k [2, 2, 8, 16] must be of one length to be normed or rotated"
+HEADS: list[tuple[Heads, str | None, str | None]] = [
+    (Heads(*heads(), RMS, RMS), None, None),
+    (Heads(*heads(T, S)), None, None),
+    (Heads(*heads(T, S), RMS), RAW, RAW),
+    (Heads(*(x.double() for x in heads())), *["the kernels compute in torch.float32, torch.bfloat16, .*float64"] * 2),
+    (Heads(*[normal(1, 2, T, 264)] * 3), *["head_dim is 264, and the kernels' registers hold 256 at most"] * 2),
+    (Heads(*heads()[:2], normal(B, HK, T, 264)), "head_dim is 264, .*", None),
+    (Heads(*[normal(1, 2, T, 18)] * 3), "head_dim is 18: .* multiples of 16 bytes, that is of 4 numbers", None),
+    (Heads(*[normal(1, 2, T, 20, dtype=torch.bfloat16)] * 3), "head_dim is 20: .* that is of 8 numbers", None),
+    (Heads(*heads(0, S)), *["there is nothing to attend: q [2, 4, 0, 16].*"] * 2),
+    (Heads(*heads(), RMS, Norm("rms", ones(H, D))), *["k_norm.gain must be .* [1], [16] or [2, 16], got [4, 16]"] * 2),
+    (Heads(*heads(), Norm("layer", None, ones(D - 1))), *["q_norm.bias must be [1], [D] or [H, D], .*"] * 2),
+    (Heads(*heads(), Norm("rms", knee=ones(6)[::2])), *["q_norm.knee must be [3] and contiguous, got [3]"] * 2),
+    (Heads(*heads(), rotary=Rotary(ones(1, T, 9), ones(1, T, 9))), *["a rotation of 18 columns does not fit .*"] * 2),
+    (Heads(*heads(), rotary=Rotary(ones(3, T, 8), ones(3, T, 8))), *["cos and sin must be .* B = 2 and T = 3, .*"] * 2),
+    (Heads(*heads(), rotary=Rotary(ones(1, S, 8), ones(1, S, 8))), *["cos and sin must be .*, got [1, 8, 8].*"] * 2),
+    (Heads(*heads(), rotary=Rotary(ones(1, T, 8), ones(1, T, 4))), *["cos and sin must be .*, got .* [1, 3, 4]"] * 2),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "message"), ATTENTION, ids=[message for _, message in ATTENTION])
-def test_attention(wrong: dict[str, Any], message: str) -> None:
-    given = {"q_norm": Norm(), "k_norm": Norm(), "rotary": None, "scale": 0.25, "heads": heads(), **wrong}
-    values = pack(
-        Heads(*given["heads"], given["q_norm"], given["k_norm"], given["rotary"]),
-        Visible(*(given.get(name) for name in Visible._fields)),
-        Options(given["scale"], given.get("softcap"), dropout=given.get("dropout", 0.0)),
-    )
-    values = [x.to(DEVICE) if isinstance(x, Tensor) and not x.is_meta else x for x in values]
-    assert_refused(ValueError, message, fused_checks.check_attention, *unpack(tuple(values)))
-    if not any(isinstance(x, Tensor) and x.is_meta for x in values):  # torch gives these to the fake
-        assert_refused(ValueError, message, operators.FUSED_ATTENTION, *values, False)
-
-
-@pytest.mark.parametrize(
-    ("grad", "out", "normaliser", "message"),
-    [
-        ((B, H, T - 1, D), (B, H, T, D), (B, H, T, 2), "expected grad and out [2, 4, 3, 16]"),
-        ((B, H, T, D), (B, HK, T, D), (B, H, T, 2), "got [2, 4, 3, 16], [2, 2, 3, 16]"),
-        ((B, H, T, D), (B, H, T, D), (B, H, T), "normaliser [2, 4, 3, 2], got"),
-    ],
-)
-def test_gradients(grad: tuple[int, ...], out: tuple[int, ...], normaliser: tuple[int, ...], message: str) -> None:
-    shapes = {"grad": grad, "out": out, "normaliser": normaliser}
-    results = {name: torch.ones(shape, device=DEVICE) for name, shape in shapes.items()}
-    values = *pack(Heads(*heads()), Visible(), Options(0.25)), False
-    assert_refused(ValueError, message, operators.FUSED_ATTENTION_BACKWARD, *results.values(), *values)
+@pytest.mark.parametrize(("given", "attention", "norms"), HEADS, ids=[f"{x[1]}-{i}" for i, x in enumerate(HEADS)])
+def test_the_heads_that_the_kernels_take(given: Heads, attention: str | None, norms: str | None) -> None:
+    for found, expected in ((library.why_not_fused(given), attention), (library.why_not_norm_rope(given), norms)):
+        if expected is None:
+            assert found is None
+        else:
+            assert re.fullmatch(".*".join(map(re.escape, expected.split(".*"))), found or "none")
 
 
 def test_sinks_and_ranges_with_gaps_are_read_as_they_are() -> None:
@@ -121,16 +83,6 @@ def test_sinks_and_ranges_with_gaps_are_read_as_they_are() -> None:
     gaps, columns = torch.full((H, 3), torch.nan, device=DEVICE), ranges.mT.contiguous().mT
     gaps[:, 1] = sinks
     assert torch.equal(library.fused_attention(*call(q, k, v, sinks=gaps[:, 1], ranges=columns)), expected)
-
-
-def test_norm_rope() -> None:
-    q, k, _ = heads()
-    message = "q [2, 4, 3, 16] and k [2, 2, 2, 16] must be of one length"
-    for norm in (RMS, Norm()):
-        packed = pack_norms(norm, norm, None)
-        assert_refused(ValueError, message, operators.NORM_ROPE_HEADS, q, k[:, :, :2], *packed)
-    message = "dq must be [2, 4, 3, 16], got [2, 4, 2, 16]"
-    assert_refused(ValueError, message, operators.NORM_ROPE_BACKWARD, q[:, :, :2], k, q, k, *packed)
 
 
 def test_forward_mode_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Tiles of heads, of one part or two, by descriptors and by pointers: bounds, and attention against the oracle."""
+"""Tiles of heads by descriptors and by pointers: bounds, and attention against the oracle."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from hf_qknorm.ops.triton import launch
-from hf_qknorm.ops.triton.architectures import AMPERE, HOPPER
+from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
 from hf_qknorm.ops.triton.head_tiles import _addresses
 from qknorm_tests.kernel_cases import Raw, plain_problem, raw_problem, shrink_tiles, use_pointers
@@ -19,12 +19,12 @@ FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
 ONE = {"batch": 1, "heads": 2, "heads_kv": 1}
 PAIR = {"heads": 2, "heads_kv": 1}
 GROUP = {"batch": 1, "heads": 6, "heads_kv": 2}
-WAYS = pytest.mark.parametrize("architecture", [HOPPER, AMPERE], ids=["descriptors", "pointers"])
+WAYS = pytest.mark.parametrize("architecture", [ARCHITECTURES[x] for x in ((9, 0), (8, 0))], ids=["tma", "pointers"])
 
 
 @triton.jit
 def _offsets(X, head, start, out, C: tl.constexpr):
-    at = _addresses(X, tl.program_id(0) + 3, head, start, C.BLOCK_M, 0, C.PADDED).to(tl.int64) - X.data.to(tl.int64)
+    at = _addresses(X, tl.program_id(0) + 3, head, start, C.BLOCK_M, C.PADDED).to(tl.int64) - X.data.to(tl.int64)
     tl.store(out + tl.arange(0, C.BLOCK_M)[:, None] * C.PADDED + tl.arange(0, C.PADDED)[None, :], at)
 
 
@@ -55,7 +55,7 @@ def test_output_and_gradients(case, dtype, monkeypatch):
     plain_problem(case, dtype).check()
 
 
-TWO_PARTS = [
+PADDED = [
     (Case(**GROUP, queries=33, keys=40, causal=True, head_dim=80, softcap=5.0), HALF),
     (Case(**PAIR, queries=40, ranges="packed", head_dim=96), BRAIN),
     (Case(**GROUP, queries=40, causal=True, window=20, head_dim=96, sinks=True), FULL),
@@ -65,8 +65,8 @@ TWO_PARTS = [
 
 
 @WAYS
-@pytest.mark.parametrize(("case", "dtype"), TWO_PARTS, ids=str)
-def test_heads_of_two_parts(case, dtype, architecture, monkeypatch):
+@pytest.mark.parametrize(("case", "dtype"), PADDED, ids=str)
+def test_heads_with_columns_of_padding(case, dtype, architecture, monkeypatch):
     shrink_tiles(monkeypatch)
     monkeypatch.setattr(launch, "architecture", lambda device: architecture)
     plain_problem(case, dtype).check()

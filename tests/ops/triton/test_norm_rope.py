@@ -14,7 +14,7 @@ from hf_qknorm.ops.triton.launch import launch
 from hf_qknorm.ops.triton.norm_rope_kernel import _entries
 from hf_qknorm.ops.types import Norm
 from qknorm_tests.error_budget import assert_within_budget
-from qknorm_tests.norm_cases import BRAIN, CASES, DEVICE, KNEES, Case, draw, expected, gradients_like, lay_out
+from qknorm_tests.norm_cases import CASES, DEVICE, KNEES, Case, draw, expected, gradients_like
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -75,22 +75,6 @@ def test_one_tensor_alone(kind: str, knee: float | None) -> None:
     wanted = norm_rope.backward(dq, dk, *call)
     assert got.k is None
     torch.testing.assert_close((got.q, got.q_gain), (wanted.q, wanted.q_gain), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(("length", "knee"), [(1, None), (3, None), (3, 4.0)])
-def test_keys_and_values_go_into_the_cache(length: int, knee: float | None) -> None:
-    call = draw(Case(head_dim=64, length=length, batch=2, heads=(4, 2), dtype=BRAIN, rotary=(64, "half"), knee=knee))
-    v = lay_out(torch.randn(2, 2, length, 64, device=DEVICE).to(BRAIN), "gaps")
-    slots = torch.tensor([5, 2, 9], device=DEVICE)[:length]
-    before = torch.randn(2, 2, 12, 64, device=DEVICE).to(BRAIN)
-    cache = norm_rope.Cache(lay_out(before, "tokens").clone(), lay_out(before, "gaps"), v, slots)
-    made = norm_rope.forward(*call, cache)
-    plainly = norm_rope.forward(*call, bounded=True)
-    assert made.k is cache.keys
-    assert made.bound is None
-    torch.testing.assert_close(made.q, plainly.q, rtol=0, atol=0)
-    torch.testing.assert_close(cache.keys, before.index_copy(2, slots, plainly.k), rtol=0, atol=0)
-    torch.testing.assert_close(cache.values, before.index_copy(2, slots, v), rtol=0, atol=0)
 
 
 def test_the_gradient_of_a_sum() -> None:

@@ -1,4 +1,4 @@
-"""The schedule: the order of an attention kernel's programs, and blocks of keys that several programs share."""
+"""The schedule: sections of heads that fit the L2 cache, and the order of their programs."""
 
 from __future__ import annotations
 
@@ -6,65 +6,45 @@ import pytest
 import torch
 
 from hf_qknorm.ops.triton import schedule
-from hf_qknorm.ops.triton.architectures import Tile
-from hf_qknorm.ops.triton.schedule import Division, Lines
-from qknorm_tests.kernel_cases import Raw, plain_problem, raw_problem, shrink_tiles
+from hf_qknorm.ops.triton.schedule import Gpu
+from qknorm_tests.kernel_cases import Raw, raw_problem, shrink_tiles
 from qknorm_tests.tiled_cases import Case
 
-FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+BRAIN = torch.bfloat16
 
 
-# The case, the heads, and the parts of blocks of queries and of keys: some without tiles.
-SHARED = [
-    (Case(heads=5, heads_kv=1, queries=40, causal=True, softcap=5.0, sinks=True), BRAIN, (2, 2)),
-    (Case(heads=6, heads_kv=2, batch=1, queries=40, keys=63, ranges="right_padding"), FULL, (3, 4)),
-    (Case(heads=2, heads_kv=1, batch=1, queries=40, causal=True, window=7, head_dim=80), HALF, (4, 5)),
-    (Case(), Raw(heads=(4, 2), length=40, gains=("per_head", "per_head"), biases=("none", "per_head")), (2, 3)),
-    (Case(causal=True, softcap=5.0), Raw(heads=(2, 1), length=40, dtype=BRAIN, knee=4.0), (3, 4)),
-    (Case(causal=True), Raw(heads=(4, 2), length=40, head_dim=40, rotary=(20, "interleaved"), dtype=HALF), (2, 2)),
-]
+def heads(batch: int, count: int, length: int, head_dim: int = 128) -> torch.Tensor:
+    return torch.empty(batch, count, length, head_dim, dtype=BRAIN, device="meta")
 
 
-def share(monkeypatch: pytest.MonkeyPatch, queries: int, keys: int, section: int | None = None) -> None:
-    """Give each block of queries, and each of keys, so many programs, in sections of all heads or of so many."""
-
-    def divide(lines: Lines, group: int, heads: int, *_: object) -> Division:
-        parts = keys if lines.since or group > 1 else queries
-        return Division(parts, (section or heads) * parts)
-
-    monkeypatch.setattr(schedule, "divide", divide)
-
-
-@pytest.mark.parametrize(("case", "what", "parts"), SHARED, ids=str)
-def test_results_of_shared_blocks(
-    case: Case, what: Raw | torch.dtype, parts: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("gpu", "of_queries", "of_keys"),
+    [
+        (Gpu(132, 50_000_000), 32, 8),  # keys and values of 8 heads are 34 MB; for keys, two programs a processor
+        (Gpu(132, 10_000_000), 8, 8),  # keys and values of 2 heads are 8 MB
+        (Gpu(4, 20_000_000), 16, 1),  # queries and gradients of a group are 17 MB
+        (Gpu(4, 1), 4, 1),
+        (Gpu(2000, 1), 64, 32),  # too few blocks of keys: all heads
+    ],
+)
+def test_sections_fit_the_cache_and_fill_the_processors(
+    gpu: Gpu, of_queries: int, of_keys: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With four parts, dk and dv have a launch each, as on a Hopper at head_dim 256."""
-    shrink_tiles(monkeypatch, key_gradient=Tile(16, 32, 4, 1, apart=parts[1] == 4))
-    problem = raw_problem(what, case) if isinstance(what, Raw) else plain_problem(case, what)
-    share(monkeypatch, *parts)
-    problem.check()
+    monkeypatch.setattr(schedule, "gpu", lambda device: gpu)
+    q, k = heads(4, 32, 8192), heads(4, 8, 8192)
+    assert schedule.query_section(q, k, 128) == of_queries
+    assert schedule.key_section(q, k, 128) == of_keys
 
 
 @pytest.mark.costly
-def test_dropout_and_shared_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same weights are dropped as of whole blocks."""
-    shrink_tiles(monkeypatch)
-    problem = plain_problem(Case(causal=True, queries=40, heads_kv=1, dropout=0.5), FULL)
-    whole = problem.results()
-    share(monkeypatch, 2, 3)
-    for name, value in problem.results().items():
-        torch.testing.assert_close(value, whole[name])
-
-
-@pytest.mark.costly
-@pytest.mark.parametrize("parts", [2])
-def test_sections_change_no_bit(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sections_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But those of the gradients of gains and biases, which are sums over heads."""
     shrink_tiles(monkeypatch)
     raw = Raw(heads=(4, 2), batch=2, length=33, dtype=BRAIN, gains=("per_head", "per_head"), biases=("shared", "none"))
     problem = raw_problem(raw, Case(causal=True, softcap=50.0))
     found = []
-    for section in (1, 4):
-        share(monkeypatch, parts, parts, section)
+    for gpu in (Gpu(1, 1), Gpu(1000, 1)):
+        monkeypatch.setattr(schedule, "gpu", lambda device, gpu=gpu: gpu)
         found.append(problem.results())
+    torch.testing.assert_close(*(x.pop("q_bias") for x in found))
     torch.testing.assert_close(*found, rtol=0, atol=0)

@@ -14,30 +14,25 @@ from qknorm_tests.slow import slow_but
 
 ROOT = Path(__file__).parents[3]
 STEP = {"norm_rope_kernel": 1, "split_kernel": 1, "combine_kernel": 1}
-GRADIENTS = {"row_terms_kernel": 1, "query_gradient_kernel": 1, "key_gradient_kernel": 2, "add_parts_kernel": 1}
-SHARED_QUERIES = {"query_gradient_kernel": 2, "key_gradient_kernel": 1}
+GRADIENTS = {"row_terms_kernel": 1, "query_gradient_kernel": 1, "key_gradient_kernel": 1}
 KERNELS = dict.fromkeys(  # none of them specialised
-    [*STEP, *GRADIENTS, "combine_parts_kernel", "forward_kernel", "gluon_forward_kernel", "norm_rope_gradient_kernel"],
-    0,
+    [*STEP, *GRADIENTS, "forward_kernel", "gluon_forward_kernel", "norm_rope_gradient_kernel"], 0
 )
 TRAINING = GRADIENTS | {"norm_rope_kernel": 1, "forward_kernel": 1}
 
 
 @pytest.mark.parametrize("arch", slow_but([90], [80, 90]))
 def test_a_kernel_serves_every_length(arch: int) -> None:
-    """Gradients are stored in bf16, or of few blocks as sums in fp32; Hopper's blocks of keys are many in a window."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "tests" / "qknorm_tests" / "growing.py"), str(arch)]
     run = subprocess.run(
         command, env=environment | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True
     )
-    whole = {"key_gradient_kernel": 1, "add_parts_kernel": 0} if arch == 90 else {}
     assert json.loads(run.stdout) == {
         "decode": STEP,
         "decode, window": STEP,
-        "static cache": {"norm_rope_kernel": 1},
         "train": TRAINING,
-        "train, window": {name: n for name, n in (TRAINING | whole).items() if n},
-        "prefill": GRADIENTS | SHARED_QUERIES | {"forward_kernel": 1, "split_kernel": 1, "combine_kernel": 1},
+        "train, window": TRAINING,
+        "prefill": GRADIENTS | {"forward_kernel": 1, "split_kernel": 1, "combine_kernel": 1},
         "lengths of": KERNELS,
     }

@@ -91,9 +91,8 @@ def launched(monkeypatch: pytest.MonkeyPatch, cases: dict) -> set[tuple[str, tor
     monkeypatch.setenv(recipe.gluon.SWITCH, "0")  # to be put back: cases set it
     for module in (
         recipe.attention,
-        recipe.decode_step.norm_rope,
+        recipe.norm_rope,
         recipe.attention.attention_decode,
-        recipe.attention.shared_blocks,
     ):
         monkeypatch.setattr(module, "launch", lambda kernel, *_, **__: found.add((kernel.__name__, case.dtype)))
     for case in cases.values():

@@ -9,7 +9,7 @@ import torch
 from fuzz.draws import Target, targets
 from fuzz.edits import edits
 from fuzz.lines import FLOATING, Line, Number, Values, misfits
-from fuzz.tables import CPP, SWITCH, TRITON
+from fuzz.tables import CPP, SWITCH
 from fuzz_operators import fault, table
 
 from hf_qknorm.ops.cpu import build
@@ -30,27 +30,8 @@ def faults(target: Target, seed: int, *, only_misfits: bool = False) -> list[str
 def test_cpp_operators(name: str, seed: int) -> None:
     if (reason := build.why_not()) is not None:
         pytest.skip(reason)
-    target = next(x for x in targets("cpp") if x.name == name)
+    target = next(x for x in targets() if x.name == name)
     assert faults(target, seed) == []
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("name", [name for name in TRITON if not name.endswith("_backward")])
-def test_triton_operators_refuse_what_does_not_fit(name: str, seed: int) -> None:
-    pytest.importorskip("triton")
-    target = next(x for x in targets("triton") if x.name == name)
-    assert faults(target, seed, only_misfits=True) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRITON)
-def test_triton_operators(name: str) -> None:
-    pytest.importorskip("triton")
-    from qknorm_tests import interpreter
-
-    interpreter.install()
-    target = next(x for x in targets("triton") if x.name == name)
-    assert faults(target, 0) == []
 
 
 LINES = {
@@ -110,7 +91,7 @@ def test_the_fuzz_finds_each_kind_of_fault(call, edit, found) -> None:
     assert (result is None) if found is None else str(result).startswith(found)
 
 
-@pytest.mark.parametrize("target", [*targets("cpp"), *targets("triton")], ids=lambda target: target.name)
+@pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
 def test_edits_break_every_line_of_the_table(target: Target) -> None:
     if (reason := build.why_not()) is not None:
         pytest.skip(reason)
