@@ -274,6 +274,7 @@ def _base_class(name: str) -> Any:
 
 
 def _subclasses(cls: type) -> Iterator[type]:
+    subclass: type
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)

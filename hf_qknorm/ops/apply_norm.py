@@ -40,6 +40,7 @@ def _shape(knee: Tensor | None) -> Shape | None:
     if knee is None:
         return PLAIN
     here = not torch.compiler.is_compiling() and type(knee) is Tensor and knee.device.type == "cpu"
-    if not here or torch.jit.is_tracing() or torch._C._functorch.is_functorch_wrapped_tensor(knee):
+    tracing = torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
+    if not here or tracing or torch._C._functorch.is_functorch_wrapped_tensor(knee):
         return None
     return Shape.of(knee)

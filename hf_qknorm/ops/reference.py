@@ -86,8 +86,9 @@ def smooth_maximum(a: Tensor, b: float | Tensor, sharpness: Tensor | None) -> Te
     """
     if sharpness is None:
         return a + b
-    larger = torch.maximum(a, torch.as_tensor(b, dtype=a.dtype, device=a.device))
-    power = torch.exp2(sharpness * torch.log2((torch.minimum(a, b) / larger).clamp_min(1e-30)))
+    b = torch.as_tensor(b, dtype=a.dtype, device=a.device)
+    larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
+    power = torch.exp2(sharpness * torch.log2((smaller / larger).clamp_min(1e-30)))
     return torch.where(sharpness == 1, a + b, larger * torch.exp2(torch.log2(1 + power) / sharpness))
 
 
