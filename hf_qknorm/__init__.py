@@ -11,7 +11,7 @@
 | task | names |
 |---|---|
 | patch a model | `patch_model`, `unpatch_model`, `Scheme`, `SCHEMES`, `FAMILIES` |
-| convert a checkpoint | `calibrate`, `convert_checkpoint`, `plan_conversion` |
+| convert a checkpoint | `calibrate`, `convert_checkpoint` |
 | inspect | `inspect_model`, `logit_statistics` |
 | train | `LogitMonitor`, `KneeSchedule`, `set_knee`, `remove_norms`, `peft_modules_to_save` |
 | optimise | `MuonClip`, `QKClip`, `QuacK` |
@@ -32,12 +32,11 @@ from hf_qknorm.version import __version__
 # Names by module, which is imported when one of them is first used: transformers' model code takes a second to load.
 _LATE = {
     "calibration.calibrate": ("calibrate",),
-    "convert.checkpoint": ("convert_checkpoint", "plan_conversion"),
+    "convert.convert": ("convert_checkpoint",),
     "inspection.inspect": ("inspect_model",),
     "inspection.report": ("Inspection",),
-    "convert.plan": ("Plan",),
     "export.native": ("NativeExport", "export_native"),
-    "hub.push": ("push_to_hub",),
+    "convert.push": ("push_to_hub",),
     "model.adapters": ("peft_modules_to_save",),
     "model.knees": ("set_knee",),
     "patch": ("patch_model", "unpatch_model"),
@@ -53,10 +52,9 @@ _LATE = {
 }
 if TYPE_CHECKING:
     from hf_qknorm.calibration.calibrate import calibrate
-    from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
-    from hf_qknorm.convert.plan import Plan
+    from hf_qknorm.convert.convert import convert_checkpoint
+    from hf_qknorm.convert.push import push_to_hub
     from hf_qknorm.export.native import NativeExport, export_native
-    from hf_qknorm.hub.push import push_to_hub
     from hf_qknorm.inspection.inspect import inspect_model
     from hf_qknorm.inspection.report import Inspection
     from hf_qknorm.measure.logit_statistics import LogitStatistics, logit_statistics
@@ -82,9 +80,9 @@ else:
 
 __all__ = [
     "FAMILIES", "SCHEMES", "Calibration", "Inspection", "KneeSchedule", "LogitMonitor", "LogitStatistics", "MuonClip",
-    "NativeExport", "Plan", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone", "calibrate",
-    "convert_checkpoint", "export_native", "inspect_model", "logit_statistics", "patch_model", "peft_modules_to_save",
-    "plan_conversion", "push_to_hub", "remove_norms", "set_knee", "unpatch_model",
+    "NativeExport", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone", "calibrate", "convert_checkpoint",
+    "export_native", "inspect_model", "logit_statistics", "patch_model", "peft_modules_to_save", "push_to_hub",
+    "remove_norms", "set_knee", "unpatch_model",
 ]  # fmt: skip
 
 

@@ -9,16 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from hf_qknorm.checkpoint.destinations import check_apart, check_files
-from hf_qknorm.convert.checkpoint import convert_checkpoint, plan_conversion
-from hf_qknorm.convert.remeasure import export_measured, measured_ways
+from hf_qknorm.convert.convert import convert_checkpoint
+from hf_qknorm.convert.push import check_target, push_to_hub
+from hf_qknorm.convert.remeasure import export_measured
 from hf_qknorm.export.native import export_native
-from hf_qknorm.export.ways import serving_ways, ways_text
 from hf_qknorm.families import table
 from hf_qknorm.files.names import CARD, REPORT
 from hf_qknorm.files.paths import check_writable, user_path
-from hf_qknorm.hub.push import check_push, check_target, push_to_hub
-from hf_qknorm.measure.text import check_text
 from hf_qknorm.scheme import SCHEMES, field_values
 
 
@@ -34,35 +31,23 @@ def _demo(options: Namespace) -> None:
 def _convert(options: Namespace) -> None:
     if options.private and options.push is None:
         raise ValueError("--private goes with --push REPO")
-    for name in ("method", "knee", "max_loss_increase", "length", "tokens", "max_memory"):
-        if options.calibration is None and getattr(options, name) is not None:
-            raise ValueError(f"--{name.replace('_', '-')} is for a calibration: give --calibrate TEXT as well")
     if options.push is not None:
         check_target(options.push)
-    if options.calibration is not None:
-        check_text(options.calibration)
     places = (options.source, options.destination, options.scheme)
-    names = ("calibration", "method", "knee", "length", "standalone", "exportable", "overwrite", "allow_pickle")
-    planned = {name: getattr(options, name) for name in names}
-    print(plan_conversion(*places, **planned))
-    if options.push is not None:
-        check_push(options.source, options.push, private=options.private)
+    names = ["data", "method", "knee", "max_loss_increase", "length", "max_tokens", "max_memory"]
+    names += ["standalone", "exportable", "overwrite"]
+    chosen = {name: getattr(options, name) for name in names}
+    convert_checkpoint(*places, **chosen, dry_run=True)  # prints the plan
     if options.dry_run:
         print("\ndry run: nothing was written")
         return
     destination = user_path(options.destination, "the destination")
     with _reported(destination):
-        report = convert_checkpoint(
-            *places,
-            max_loss_increase=options.max_loss_increase,
-            max_tokens=options.tokens,
-            max_memory=options.max_memory,
-            **planned,
-        )
+        report = convert_checkpoint(*places, **chosen)
         if report is not None:
             print(f"\n{report.table()}\n\n{report}")
         elif options.scheme.norms:
-            print("\nthe gains are fresh, and the model has lost part of what it learned: --calibrate TEXT keeps it")
+            print("\nthe gains are fresh, and the model has lost part of what it learned: --data TEXT keeps it")
         print(f"\nwritten: {destination}\n\n{_loading(destination, options.standalone)}")
         if options.push is not None:
             _push_folder(destination, options.push, private=options.private)
@@ -70,8 +55,8 @@ def _convert(options: Namespace) -> None:
 
 def _loading(folder: Path, standalone: bool) -> str:
     """The lines that load a checkpoint, with hf_qknorm and without."""
-    from hf_qknorm.checkpoint.config import read_config
-    from hf_qknorm.hub.metadata import auto_class
+    from hf_qknorm.checkpoint import read_config
+    from hf_qknorm.convert.card import auto_class
 
     model = f"{auto_class(read_config(folder))}.from_pretrained({str(folder)!r}"
     lines = [f"with hf_qknorm:    import hf_qknorm; model = {model})"]
@@ -81,7 +66,7 @@ def _loading(folder: Path, standalone: bool) -> str:
 
 
 def _push(options: Namespace) -> None:
-    where = {"private": options.private, "revision": options.revision}
+    where = {"private": options.private, "revision": options.revision, "dry_run": options.dry_run}
     _push_folder(options.checkpoint, options.repo, commit_message=options.message, **where)
 
 
@@ -91,12 +76,6 @@ def _export(options: Namespace) -> None:
             if getattr(options, name) is not None:
                 raise ValueError(f"--{name.replace('_', '-')} is for a measurement: give --texts TEXT as well")
     measured = {name: getattr(options, name) for name in ("tokens", "length")}
-    if options.destination is None:
-        if options.overwrite or options.max_loss_increase is not None:
-            raise ValueError("--overwrite and --max-loss-increase are for an export: give its folder, DST, as well")
-        source, texts = options.source, options.texts
-        print(ways_text(serving_ways(source) if texts is None else measured_ways(source, texts, **measured)))
-        return
     places, overwrite = (options.source, options.destination), options.overwrite
     with _reported(user_path(options.destination, "the destination")):
         if options.texts is None:
@@ -114,7 +93,6 @@ def _inspect(options: Namespace) -> None:
     names = ("inspect.json", "heatmap.png", "knees.png")
     numbers, picture, curve = files = tuple(out / name for name in names)
     check_writable(*files)
-    check_files(out, names, sources=[options.checkpoint, options.texts], marker=(names[0], "advice"))
     with _reported(*files):
         measured = {name: getattr(options, name) for name in ("texts", "tokens", "length", "cap")}
         found = inspect_checkpoint(options.checkpoint, **measured)
@@ -139,7 +117,8 @@ def _monitor(options: Namespace) -> None:
         samples = read_log(options.log)
         if not samples:
             raise ValueError(f"{options.log}: the log holds no sample yet")
-        check_apart(out, user_path(options.log, "LOG"))
+        if out.exists() and out.samefile(user_path(options.log, "LOG")):
+            raise FileExistsError(f"{out} is the log itself: give another file")
         out.parent.mkdir(parents=True, exist_ok=True)
         draw_log(samples, out)
     (name, head, largest), (sharp_name, sharp_head, least) = samples[-1].worst(), samples[-1].sharpest()
@@ -150,7 +129,7 @@ def _monitor(options: Namespace) -> None:
 
 
 def _card(options: Namespace) -> None:
-    from hf_qknorm.hub.card import check_card, write_card
+    from hf_qknorm.convert.card import render_card, write_card
 
     if options.length is not None and options.texts is None:
         raise ValueError("--length is for a measurement: give --texts TEXT as well")
@@ -161,7 +140,7 @@ def _card(options: Namespace) -> None:
         if options.texts is not None:
             from hf_qknorm.convert.remeasure import remeasure_checkpoint
 
-            check_card(folder, repo_id=options.repo)  # before the measurement, which may take long
+            render_card(folder, repo_id=options.repo)  # raises before the measurement, which may take long
             report = remeasure_checkpoint(folder, options.texts, tokens=options.tokens, length=options.length)
             print(f"{report.table()}\n")
         print(f"written: {', '.join(map(str, write_card(options.checkpoint, repo_id=options.repo)))}")
@@ -213,7 +192,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 def _push_folder(folder: str | Path, repo: str, **options: Any) -> None:
     try:
-        print(f"pushed: {push_to_hub(folder, repo, **options)}")
+        url = push_to_hub(folder, repo, **options)
+        print("dry run: nothing was sent" if url is None else f"pushed: {url}")
     except KeyboardInterrupt as stop:
         stop.add_note(f"{repo} gets the whole commit or nothing of it; push again to go on")
         raise

@@ -16,7 +16,6 @@ from hf_qknorm_command.values import (
     POSITIVE,
     SEED,
     parse_knee,
-    parse_memory,
     parse_method,
     parse_preset,
     parse_scheme,
@@ -103,22 +102,21 @@ def _add_convert(commands: Any) -> None:
     schemes = "a preset, or JSON as in config.json, by default %(default)s"
     add("--scheme", default="qk_norm_cap", type=parse_scheme, help=schemes)
     text = "text to calibrate gains and knee on: a file, a folder, or the name of a Hub dataset"
-    add("--calibrate", dest="calibration", metavar="TEXT", help=text)
-    methods = "with --calibrate, how gains are computed: moments (in closed form, the default) or ones"
+    add("--data", metavar="TEXT", help=text)
+    methods = "with --data, how gains are computed: moments (in closed form, the default) or ones"
     add("--method", type=parse_method, help=methods)
-    knees = "with --calibrate, how much of the vectors' length the norms keep: by default the least that keeps the loss"
+    knees = "with --data, how much of the vectors' length the norms keep: by default the least that keeps the loss"
     add("--knee", type=parse_knee, metavar="auto|NUMBER", help=f"{knees}, or with --method the scheme's")
-    exact = "with --calibrate, a knee (by default 16) whose export as a plain model has the same bits in float32"
+    exact = "with --data, a knee (by default 16) whose export as a plain model has the same bits in float32"
     add("--exportable", action="store_true", help=exact)
-    limit = "with --calibrate, the largest rise in loss; a conversion that loses more is not written"
+    limit = "with --data, the largest rise in loss; a conversion that loses more is not written"
     add("--max-loss-increase", type=FINITE, metavar="NATS", help=limit)
-    add("--length", type=COUNT, metavar="TOKENS", help=f"with --calibrate, {LENGTHS}")
-    add("--tokens", type=COUNT, help="with --calibrate, the most tokens to use, by default 262,144")
-    memory = "with --calibrate, the most memory to use, as 8GB: by default all free memory; layers that do not fit"
-    add("--max-memory", type=parse_memory, metavar="SIZE", help=f"{memory} are read from the disk in each pass")
+    add("--length", type=COUNT, metavar="TOKENS", help=f"with --data, {LENGTHS}")
+    add("--max-tokens", type=COUNT, help="with --data, the most tokens to use, by default 262,144")
+    memory = "the most memory for weights, as 8GB: by default most of what is free; layers that do not fit"
+    add("--max-memory", metavar="SIZE", help=f"{memory} are read from files in each pass")
     add("--dry-run", action="store_true", help="check everything, print the plan, and write nothing")
     add("--overwrite", action="store_true", help=OVERWRITE)
-    add("--allow-pickle", action="store_true", help="read pytorch_model.bin if there are no safetensors")
     code = "include the code that runs the model without hf_qknorm (the default)"
     add("--standalone", action=argparse.BooleanOptionalAction, default=True, help=code)
     add("--push", metavar="REPO", help="push the result to the Hub; whether that can be done is checked first")
@@ -148,11 +146,10 @@ def _add_monitor(commands: Any) -> None:
 def _add_export(commands: Any) -> None:
     about = "write a patched checkpoint as a plain model of transformers, if one computes exactly the same"
     removed = "Norms whose removal in training is finished (a knee of infinity) are folded into the projections."
-    ended = "With --texts, norms that still act are taken off too, and the loss is measured before and after; without "
-    ended += "DST this cost is listed."
+    ended = "With --texts, norms that still act are taken off too, and the loss is measured before and after."
     add = commands.add_parser("export", help=about, description=f"{about}. {removed} {ended}").add_argument
     add("source", metavar="SRC", help="a folder with a patched checkpoint")
-    add("destination", metavar="DST", nargs="?", help="a new folder; without it, list the ways to serve the checkpoint")
+    add("destination", metavar="DST", help="a new folder")
     add("--overwrite", action="store_true", help=OVERWRITE)
     text = "take off norms that still act, and measure the cost on this text, a file, a folder or a Hub dataset"
     add("--texts", metavar="TEXT", help=text)
@@ -182,3 +179,4 @@ def _add_push(commands: Any) -> None:
     add("--private", action="store_true", default=None, help=private)
     add("--revision", help="an existing branch; by default the main one")
     add("--message", help="the commit message")
+    add("--dry-run", action="store_true", help="list the files that would be uploaded, and send nothing")

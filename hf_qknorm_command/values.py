@@ -57,15 +57,6 @@ def parse_method(text: str) -> str:
     return text
 
 
-def parse_memory(text: str) -> int:
-    from hf_qknorm.checkpoint.memory import parse_size
-
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a size as 8GB, 500MiB or bytes, got {_short(text)}") from None
-
-
 def parse_scheme(text: str) -> Any:
     """A `Scheme` from a preset's name, or from JSON."""
     from hf_qknorm.scheme import Scheme

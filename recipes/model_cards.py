@@ -24,7 +24,7 @@ def make_card(checkpoint: Path, scheme: str, text: str, tokens: int, out: Path) 
     """Convert a checkpoint in a temporary folder, and keep its card, plots and report in `out`."""
     with TemporaryDirectory() as temporary:
         converted = Path(temporary) / "converted"
-        print(convert_checkpoint(checkpoint, converted, scheme, calibration=text, max_tokens=tokens), flush=True)
+        print(convert_checkpoint(checkpoint, converted, scheme, data=text, max_tokens=tokens), flush=True)
         out.mkdir(parents=True, exist_ok=True)
         for name in (CARD, REPORT, LOSS_PLOT, LOGITS_PLOT):
             shutil.copyfile(converted / name, out / name)

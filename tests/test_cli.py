@@ -45,7 +45,7 @@ def test_convert(tmp_path, capsys):
         "exists and is not empty: give another destination, or overwrite=True (--overwrite)" in capsys.readouterr().err
     )
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    options = ["--calibrate", str(tmp_path / "corpus.txt"), "--method", "moments", "--overwrite", "--length", "48"]
+    options = ["--data", str(tmp_path / "corpus.txt"), "--method", "moments", "--overwrite", "--length", "48"]
     scheme = ["--scheme", '{"q": "rms", "k": "rms", "gain": "per_head"}']
     assert cli.main(["convert", source, str(out), *options, *scheme]) == 0
     text = capsys.readouterr().out

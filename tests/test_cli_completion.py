@@ -22,7 +22,7 @@ CASES = [
     ("convert --knee ", ["auto"]),
     ("convert --scheme ", list(SCHEMES)),
     ("demo --scheme qk", [name for name in SCHEMES if name.startswith("qk")]),
-    ("convert model-a out --calibrate mod", ["model-a", "model.jsonl"]),
+    ("convert model-a out --data mod", ["model-a", "model.jsonl"]),
     ("inspect mod", ["model-a"]),
     ("inspect model-a --texts model.", ["model.jsonl"]),
     ("export mod", ["model-a"]),

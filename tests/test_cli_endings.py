@@ -14,9 +14,8 @@ from types import ModuleType
 import pytest
 
 from hf_qknorm import cli, commands, patch_model
-from hf_qknorm.convert import checkpoint
+from hf_qknorm.convert import card, convert
 from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.hub import card
 from hf_qknorm.training import logit_plots
 from qknorm_tests.tiny import tiny_model
 
@@ -54,14 +53,14 @@ def stopped(arguments: list[str], capsys) -> tuple[int, str]:
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.parametrize("number", STOPS.values(), ids=STOPS)
 def test_an_interrupted_conversion_leaves_the_destination_unchanged(places, capsys, monkeypatch, number):
-    monkeypatch.setattr(checkpoint.Weights, "rewrite", stopping(number))
+    monkeypatch.setattr(convert, "copy_files", stopping(number))
     status, error = stopped(["convert", "source", "out"], capsys)
     assert (status, error) == (128 + number, f"stopped by {number.name}: nothing was written\n")
     assert sorted(os.listdir(places)) == ["ours", "source", "text.txt"]
     monkeypatch.undo()
     monkeypatch.chdir(places)
     assert cli.main(["convert", "source", "out"]) == 0
-    monkeypatch.setattr(checkpoint.Weights, "rewrite", stopping(number))
+    monkeypatch.setattr(convert, "copy_files", stopping(number))
     before = (places / "out" / "config.json").stat()
     status, error = stopped(["convert", "source", "out", "--overwrite"], capsys)
     assert (status, error) == (128 + number, f"stopped by {number.name}: nothing was written; as before: out\n")
@@ -74,7 +73,7 @@ def test_an_interrupted_conversion_leaves_the_destination_unchanged(places, caps
 @posix
 @pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_command_names_the_files_that_it_wrote(places, capsys, monkeypatch):
-    monkeypatch.setattr(commands, "check_push", lambda *_, **__: None)
+    monkeypatch.setattr(commands, "check_target", lambda *_, **__: None)
     monkeypatch.setattr(commands, "push_to_hub", stopping())
     commit = "me/tiny gets the whole commit or nothing of it; push again to go on"
     status, error = stopped(["convert", "source", "out", "--push", "me/tiny"], capsys)
@@ -126,7 +125,7 @@ for command in sys.argv[1].split("; "):
 """
 COMMANDS = (
     "--help; convert --help; schemes; families; convert source out --dry-run; convert source out --scheme qk_norm "
-    "--calibrate text.txt --method moments; inspect out --texts text.txt --tokens 512; export out new; card out"
+    "--data text.txt --method moments; inspect out --texts text.txt --tokens 512; export out new; card out"
 )
 
 

@@ -68,7 +68,7 @@ COMMON = [  # what every command that takes a checkpoint refuses as one
     ("", "is empty, which would mean the working directory"),
 ]
 NO_SOURCE = "the text's source is empty, which would mean the working directory"
-CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--method": "ones", "--max-memory": "9GB"}
+CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--method": "ones", "--max-tokens": "9"}
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
     (["demo", "--data", ""], NO_SOURCE),
@@ -81,8 +81,8 @@ ERRORS = [
     (["demo", "--out", "FILE"], "FILE is a file or a link: give the name of a new folder"),
     (["demo", "--out", "FILE/x"], "FILE is a file: give a folder"),
     (["demo", "--out", LONG], "File name too long"),
-    (["demo", "--out", "BLOCKED"], "BLOCKED holds no report.json with 'reloaded'"),
-    (["demo", "--out", "PHOTOS"], "PHOTOS holds no report.json with 'reloaded'"),
+    (["demo", "--out", "BLOCKED"], "BLOCKED holds no report.json"),
+    (["demo", "--out", "PHOTOS"], "PHOTOS holds no report.json"),
     *((["demo", "--data", "TEXT.txt", "--checkpoint", name], message) for name, message in COMMON[:5]),
     (["demo", "--checkpoint", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
     (["demo", "--checkpoint", "BERT"], "bert has bidirectional attention"),
@@ -93,29 +93,32 @@ ERRORS = [
     (["convert", "MODEL", "FILE"], "FILE is a file or a link"),
     (["convert", "MODEL", "out", "--private"], "--private goes with --push REPO"),
     (["convert", "./nowhere", "out", "--push", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
-    (["convert", "./nowhere", "out", "--calibrate", "./nowhere.txt"], NOWHERE),
-    (["convert", "./nowhere", "out", "--calibrate", "EMPTY"], "EMPTY: no text in it"),
-    (["convert", "./nowhere", "out", "--calibrate", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
+    (["convert", "./nowhere", "out", "--data", "./nowhere.txt"], NOWHERE),
+    (["convert", "./nowhere", "out", "--data", "EMPTY"], "EMPTY: no text in it"),
+    (["convert", "./nowhere", "out", "--data", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
     *(
         (
             ["convert", "./nowhere", "out", option, value],
-            f"{option} is for a calibration: give --calibrate TEXT as well",
+            f"{option[2:].replace('-', '_')} is for a calibration, on text: pass data= (--data TEXT) as well",
         )
         for option, value in CALIBRATING.items()
     ),
     (
-        ["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"],
+        ["convert", "MODEL", "out", "--data", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"],
         "knee=4.0: expected 0 unless q, k or v is normed",
     ),
-    (["convert", "MODEL", "out", "--calibrate", "TEXT.txt", "--max-memory", "1KB"], "is less than the"),
-    (["convert", "MODEL", "out", "--calibrate", "FILE"], "gives 0 tokens to predict, expected at least 16"),
+    *(
+        (["convert", "MODEL", "out", f"--max-memory={text}"], "is no size of memory: expected bytes, or a text such as")
+        for text in ("0", "-8GB", "much", "8XB", "", "9" * 400)
+    ),
+    (["convert", "MODEL", "out", "--data", "FILE"], "gives 0 tokens to predict, expected at least 16"),
     (
-        ["convert", "MODEL", "out", "--calibrate", "FILE", "--dry-run"],
+        ["convert", "MODEL", "out", "--data", "FILE", "--dry-run"],
         "gives 0 tokens to predict, expected at least 16",
     ),
-    (["convert", "NO-TOKENIZER", "out", "--calibrate", "TEXT.txt", "--dry-run"], "no tokenizer can be loaded"),
-    (["convert", "SMALL", "out", "--calibrate", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
-    (["convert", "MODEL", "out", "--calibrate", ""], NO_SOURCE),
+    (["convert", "NO-TOKENIZER", "out", "--data", "TEXT.txt", "--dry-run"], "no tokenizer can be loaded"),
+    (["convert", "SMALL", "out", "--data", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
+    (["convert", "MODEL", "out", "--data", ""], NO_SOURCE),
     *((["inspect", name], message) for name, message in COMMON),
     (["inspect", "./nowhere", "--texts", "./nowhere.txt"], NOWHERE),
     (["inspect", "./nowhere", "--texts", ""], NO_SOURCE),
@@ -140,9 +143,9 @@ ERRORS = [
     (["monitor", "./nowhere.jsonl", "--out", "FOLDER"], "FOLDER is a folder, and a file is to be written there"),
     (["monitor", "./nowhere.jsonl", "--out", "FILE/x.png"], "FILE is a file: give a folder"),
     *((["export", name, "out"], "") for name, _ in COMMON),
-    (["export", "NULL", "out"], "NULL/config.json is None, expected a mapping"),
-    (["inspect", "LISTED", "--texts", "TEXT.txt"], "LISTED/generation_config.json is [], expected a mapping"),
-    (["convert", "LISTED", "out"], "LISTED/generation_config.json is [], expected a mapping"),
+    (["export", "NULL", "out"], "NULL/config.json can't be read (TypeError"),
+    (["inspect", "LISTED", "--texts", "TEXT.txt"], "LISTED/generation_config.json can't be read (TypeError"),
+    (["convert", "LISTED", "out"], "LISTED/generation_config.json can't be read (TypeError"),
     (["export", "MODEL", "out"], "MODEL is a plain llama, not a patched model"),
     (["export", "PATCHED", "FILE"], "FILE is a file or a link"),
     (["card", "./nowhere"], "nowhere/config.json is missing"),
@@ -152,7 +155,6 @@ ERRORS = [
     (["card", "PATCHED", "--length", "64"], "--length is for a measurement: give --texts TEXT as well"),
     (["card", "PATCHED", "--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
     (["card", "PATCHED", "--texts", ""], NO_SOURCE),
-    (["export", "PATCHED", "--texts", ""], NO_SOURCE),
     (["export", "PATCHED", "out", "--texts", ""], NO_SOURCE),
     (["push", "PATCHED", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
     (["push", "PATCHED", "me/tiny"], "HF_HUB_OFFLINE is set"),
@@ -188,11 +190,6 @@ USAGE = [
         (["convert", "x", "y", f"--knee={text}"], f'argument --knee: expected a number ≥ 0, or "auto", got {text!r}')
         for text in ("nan", "inf", "-1", "much", "")
     ),
-    *(
-        (["convert", "x", "y", f"--max-memory={text}"], f"expected a size as 8GB, 500MiB or bytes, got {text!r}")
-        for text in ("0", "-8GB", "much", "8XB", "")
-    ),
-    (["convert", "x", "y", "--max-memory", "9" * 400], "argument --max-memory: expected a size as 8GB"),
     (["convert", "x", "y", "--method", "fit"], "--method: unknown method 'fit': expected one of ones, moments"),
     (["convert", "x", "y", "--scheme", "QK_NORM"], "unknown scheme 'QK_NORM', did you mean 'qk_norm'? Presets: none"),
     (["convert", "x", "y", "--scheme", '{"q": rms}'], f"{JSON}7, 'rms}}': Expecting value"),

@@ -26,7 +26,7 @@ finally:
     [
         (["--help"], 0, "usage: hf-qknorm [-h] [--version] [--print-completion SHELL] COMMAND"),
         (["--version"], 0, f"{hf_qknorm.__version__}\n"),
-        (["convert", "--help"], 0, "--calibrate TEXT"),
+        (["convert", "--help"], 0, "--data TEXT"),
         (["inspect"], 2, "the following arguments are required: CKPT"),
     ],
 )

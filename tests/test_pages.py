@@ -16,7 +16,7 @@ import hf_qknorm as qk
 from qknorm_tests.pages import NAMES, PAGES, ROOT, WRITTEN, anchors, code_files, links, named_code, prose_of, text_of
 
 ARCHITECTURE = "hf_qknorm/README.md"
-REFUSALS = "hf_qknorm/checkpoint/README.md"
+REFUSALS = "hf_qknorm/convert/REFUSALS.md"
 WORDS = 1000  # of the README, at most
 # Files of a checkpoint, a kernel or a reader, and names that are transformers' or stand in a file of a checkpoint.
 FOREIGN_FILES = {

@@ -1,1 +1,1 @@
-"""Conversion of checkpoints to a scheme, and measurements of converted ones."""
+"""Checkpoints converted to a scheme, measured again, described by a card, and pushed to the Hub."""

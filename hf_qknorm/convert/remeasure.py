@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from hf_qknorm.checkpoint.destinations import check_folder
-from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.checkpoint import open_source
+from hf_qknorm.convert.card import has_tokenizer
 from hf_qknorm.export.native import NativeExport, export_native
-from hf_qknorm.export.ways import INEXACT, Way, serving_ways
+from hf_qknorm.files.destinations import check_folder
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.hub.card import has_tokenizer
 from hf_qknorm.measure import text
 from hf_qknorm.measure.distributed import Batches, gather_batches, ranks_of, unwrap
 from hf_qknorm.measure.logit_statistics import CAP
@@ -25,10 +23,9 @@ from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, layer_reports, loss_of, require_causal
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
-from hf_qknorm.model.knees import NO_NORM, knee_of, set_knee, sharpness_of
+from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
 from hf_qknorm.reports.report import MEASURED, Calibration
-from hf_qknorm.training.removal import remove_norms
 
 
 def remeasure(
@@ -92,20 +89,17 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
     ValueError for broken weights, a model that is not patched, an impossible length, and too little text.
     """
     text.check_text(texts)
-    with open_source(folder) as source:
-        if not isinstance(source.config, QKNormConfig):
-            raise ValueError(f"{folder} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert)")
-        if not has_tokenizer(source.folder):
-            raise FileNotFoundError(
-                f"{folder} has no tokenizer, which a measurement needs: save one there (tokenizer.save_pretrained)"
-            )
-        with loaded_with_text(source, texts, tokens, length) as (model, batches):
-            report = remeasure(model, batches, max_tokens=tokens)
-            names = [*own_tensors(model)]
-        stored = {name: source.weights.mapped(name) for name in names if name in source.weights}
-        report = replace(report, weights=sample_all(stored), dataset=hub_name(texts))
-        source.check_unchanged()
-        report.save(folder / REPORT)
+    source = open_source(folder)
+    if not isinstance(source.config, QKNormConfig):
+        raise ValueError(f"{folder} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert)")
+    if not has_tokenizer(source.folder):
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer, which a measurement needs: save one there (tokenizer.save_pretrained)"
+        )
+    with loaded_with_text(source, texts, tokens, length) as (model, batches):
+        report = replace(remeasure(model, batches, max_tokens=tokens), dataset=hub_name(texts))
+        report = replace(report, weights=sample_all(own_tensors(model)))
+    report.save(folder / REPORT)
     return report
 
 
@@ -161,31 +155,9 @@ def export_measured(
     return MeasuredExport(export, before, losses[0], count)
 
 
-def measured_ways(
-    src: str | os.PathLike[str], texts: str, *, tokens: int = 16_384, length: int | None = None
-) -> list[Way]:
-    """`serving_ways`, with the measured cost of the norms' removal in place of a note that it is not exact.
-
-    The losses before and after are measured in memory, on the first `tokens` tokens of `texts` (a source for
-    `load_text`), in sequences of `length` tokens.
-
-    Raises ValueError for a checkpoint without such a way, and what `serving_ways` and `remove_norms` raise.
-    """
-    text.check_text(texts)
-    ways, folder = serving_ways(src), user_path(src, "src")
-    if all(way.cost != INEXACT for way in ways):
-        raise ValueError(f"{src}: no way to serve it has a cost to measure. List them without --texts")
-    with open_source(folder) as source, loaded_with_text(source, texts, tokens, length) as (model, batches):
-        before = loss_of(model, batches)
-        set_knee(model, math.inf)
-        after = loss_of(remove_norms(model), batches)
-    cost = f"inexact: {after - before:+.4f} nats per token on {_count(batches):,} tokens"
-    return [replace(way, cost=cost) if way.cost == INEXACT else way for way in ways]
-
-
 def _loss(folder: Path, texts: str, tokens: int, length: int | None) -> tuple[float, int]:
     """The loss of a checkpoint's model on a text, and the number of its tokens."""
-    with open_source(folder) as source, loaded_with_text(source, texts, tokens, length) as (model, batches):
+    with loaded_with_text(open_source(folder), texts, tokens, length) as (model, batches):
         return loss_of(model, batches), _count(batches)
 
 

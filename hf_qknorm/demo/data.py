@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.checkpoint.pretrained import load_causal, load_tokenizer
-from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source
 from hf_qknorm.demo.progress import evaluation_work
 from hf_qknorm.demo.training import BATCH, LENGTH, byte_tokenizer, small_llama
 from hf_qknorm.families import check_scheme, family_of
@@ -53,18 +52,16 @@ def prepare(settings: Settings, scheme: Scheme) -> tuple[Any, Batches, Any]:
     if settings.checkpoint is None:
         tokenizer = byte_tokenizer()
         return tokenizer, _batches(tokenizer, settings, LENGTH), small_llama(LAYERS)
-    with open_source(settings.checkpoint) as source:
-        if isinstance(source.config, QKNormConfig):
-            raise ValueError(
-                f"{source.name} is converted already ({source.config.scheme}): give the original checkpoint"
-            )
-        family_of(source.config)  # raises for a type that is not supported
-        require_causal(source.config)
-        check_scheme(source.config.model_type, source.config, scheme.resolve())
-        tokenizer = load_tokenizer(source.folder)
-        batches = _batches(tokenizer, settings, default_length(source.config))
-        check_batches([{"input_ids": batch} for batch in batches["held_out"]], source.config)
-        return tokenizer, batches, load_causal(source, torch.float32)
+    source = open_source(settings.checkpoint)
+    if isinstance(source.config, QKNormConfig):
+        raise ValueError(f"{source.name} is converted already ({source.config.scheme}): give the original checkpoint")
+    family_of(source.config)  # raises for a type that is not supported
+    require_causal(source.config)
+    check_scheme(source.config.model_type, source.config, scheme.resolve())
+    tokenizer = load_tokenizer(source.folder)
+    batches = _batches(tokenizer, settings, default_length(source.config))
+    check_batches([{"input_ids": batch} for batch in batches["held_out"]], source.config)
+    return tokenizer, batches, load_causal(source, dtype=torch.float32)
 
 
 def _batches(tokenizer: Any, settings: Settings, length: int) -> Batches:

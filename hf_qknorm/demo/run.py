@@ -16,16 +16,16 @@ from typing import Any
 import torch
 import transformers
 
-from hf_qknorm.checkpoint.destinations import check_folder
+from hf_qknorm.convert.card import write_card
 from hf_qknorm.demo.conversion import convert, measure, reloaded, texts, without_norms
 from hf_qknorm.demo.data import LOOKS, RUN_BATCH, Batches, Settings, prepare, token_count, total_work
 from hf_qknorm.demo.progress import Progress, evaluation_work, format_seconds, seconds_per_token, threads
 from hf_qknorm.demo.results import RUN_HEADER, WIDTH, Measured, Run, quoted, summary
 from hf_qknorm.demo.training import mean_loss, one_thread, train
-from hf_qknorm.files.atomic_io import is_leftover, new_folder
-from hf_qknorm.files.names import unknown_files
+from hf_qknorm.files.atomic_io import new_folder
+from hf_qknorm.files.destinations import check_folder
+from hf_qknorm.files.names import other_files
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.hub.card import write_card
 from hf_qknorm.measure.text import check_text
 from hf_qknorm.reports.records import to_json
 from hf_qknorm.reports.report import Calibration, save_json
@@ -34,7 +34,6 @@ from hf_qknorm.scheme import Scheme
 BASE_RATE = 2e-3  # of the small Llama's training
 TIMES = 10  # the second pair of runs has this many times the usual rate
 REPORT, PLOT, MODEL = WRITTEN = ("report.json", "loss.png", "model")
-EARLIER = ("logits.png",)  # written by demos of version 0.2.0
 
 
 def run_demo(settings: Settings) -> dict[str, Any]:
@@ -48,8 +47,7 @@ def run_demo(settings: Settings) -> dict[str, Any]:
     """
     out = user_path(settings.out, "out")
     sources = [settings.checkpoint, settings.data]
-    marker = (REPORT, "reloaded")
-    check = partial(check_folder, out, overwrite=True, sources=sources, marker=marker, unknown=_unknown_files)
+    check = partial(check_folder, out, overwrite=True, sources=sources, marker=REPORT, others=_other_files)
     check()
     scheme = Scheme.of(settings.scheme)
     check_text(settings.data)
@@ -98,11 +96,10 @@ def _run(settings: Settings, scheme: Scheme, out: Path, check: Callable[[], None
     return report
 
 
-def _unknown_files(folder: Path) -> list[str]:
+def _other_files(folder: Path) -> list[str]:
     """The files and folders that no demo writes."""
-    items = [item for item in sorted(folder.iterdir()) if not is_leftover(item)]
-    found = [item.name for item in items if item.name not in WRITTEN + EARLIER]
-    return found + ([f"{MODEL}/{name}" for name in unknown_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
+    found = [item.name for item in sorted(folder.iterdir()) if item.name not in WRITTEN]
+    return found + ([f"{MODEL}/{name}" for name in other_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
 
 
 def _train_base(base: Any, batches: Batches, progress: Progress) -> None:
@@ -189,4 +186,4 @@ def _print_end(runs: list[Run], settings: Settings, out: Path) -> None:
         print(f"\n{summary(runs, settings.rate)}")
     print(f"\nwritten: {', '.join(str(out / name) for name in WRITTEN)}")
     print(f"next step: hf-qknorm inspect {shlex.quote(str(out / MODEL))} (this model, head by head)")
-    print("then, with your own model and text: hf-qknorm convert CKPT NEW --calibrate TEXT")
+    print("then, with your own model and text: hf-qknorm convert CKPT NEW --data TEXT")

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_qknorm.checkpoint.source import Source
 from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, check_unshared
-from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers, require_patched
+from hf_qknorm.model.attention import QKNormAttention, head_norms, require_patched
 from hf_qknorm.model.knees import knee_of, set_knee
 from hf_qknorm.model.norms import HeadNorm
-from hf_qknorm.ops.norms import NORMS, Shape
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import Scheme
 
 STORED: Final = ("weight", "bias", "knee")  # of a norm, in the weights
@@ -114,40 +113,24 @@ def without_norms(scheme: Scheme) -> Scheme:
     return Scheme(softcap=scheme.softcap)
 
 
-def all_constant(plan: TensorPlan) -> bool:
-    """Whether a checkpoint has norms, and all of them are opened: constant factors."""
-    knees = [Shape.of(plan.reader(name)()).knee(2.0) for name in plan.planned if name.endswith("_norm.knee")]
-    return bool(knees) and min(knees) == math.inf
+def fold_constant_norms(plan: TensorPlan, model: Any, *, end: bool = False) -> Any:
+    """Fold the norms of a patched model into the plan's projections; return its config without them.
 
-
-def fold_constant_norms(plan: TensorPlan, source: Source, *, end: bool = False) -> Any:
-    """Fold the norms of the source's checkpoint into the plan's projections; return its config without them.
-
-    With `end`, norms that still act become constant factors before. Raises ValueError as `constant_norms` does, for
-    tensors that are stored under other names than the model's, and, without `end`, for projections in 16 bits, which
-    the fold would round again.
+    With `end`, norms that still act become constant factors before, in the model too. Raises ValueError as
+    `constant_norms` does, and, without `end`, for projections in 16 bits, which the fold would round again.
     """
-    with torch.device("meta"):
-        model: Any = source.model_class(copy.deepcopy(source.config))
-    for name, layer in patched_layers(model).items():
-        stored = source.stored_name(model, name)
-        for norm_name, norm in head_norms(layer).items():
-            names = {kind: f"{stored}.{norm_name}.{kind}" for kind in STORED}
-            found = {kind: plan.reader(name)() for kind, name in names.items() if name in plan}
-            norm.load_state_dict(found, assign=True)
     if end:
         check_norms(model)
         set_knee(model, math.inf)
     for constant in constant_norms(model):
-        stored = source.stored_name(model, constant.layer)
         layer = model.get_submodule(constant.layer)
         projection = next(part for part in layer.family.style.weights if getattr(layer, part) is constant.projection)
         for kind in ("weight", "bias"):
-            if (name := f"{stored}.{projection}.{kind}") in plan:
+            if (name := f"{constant.layer}.{projection}.{kind}") in plan:
                 if not end:
                     plan.require_wide(name, "the constant factors of its norms would be folded into it")
                 plan.change(name, constant.folded)
-        plan.drop(*(f"{stored}.{constant.name}.{kind}" for kind in STORED))
-    config = copy.deepcopy(source.config)
+        plan.drop(*(f"{constant.layer}.{constant.name}.{kind}" for kind in STORED))
+    config = copy.deepcopy(model.config)
     config.set_scheme(without_norms(config.scheme))
     return config

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_qknorm.checkpoint.complete import check_complete
-from hf_qknorm.checkpoint.config import check_readable
-from hf_qknorm.checkpoint.copied_files import copy_files
-from hf_qknorm.checkpoint.destinations import check_folder
-from hf_qknorm.checkpoint.safetensors_files import Tensors
-from hf_qknorm.checkpoint.source import Source, open_source
-from hf_qknorm.export.constant_norms import all_constant, fold_constant_norms
+from hf_qknorm.checkpoint import copy_files, load_model, open_source, quiet_loading
+from hf_qknorm.export.constant_norms import fold_constant_norms
 from hf_qknorm.export.targets import Target, find_target
 from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.files.atomic_io import new_folder
-from hf_qknorm.files.names import CARD, CONFIG
+from hf_qknorm.files.destinations import check_folder
+from hf_qknorm.files.names import CONFIG
 from hf_qknorm.files.paths import user_path
+from hf_qknorm.model.attention import every_norm
 from hf_qknorm.model.config_checks import config_errors
 from hf_qknorm.model.configs import OWN_SETTINGS, QKNormConfig
-from hf_qknorm.ops.norms import Shape
+from hf_qknorm.model.knees import knee_of
+from hf_qknorm.model.placement import check_finite
+from hf_qknorm.model.record import own_tensors
 from hf_qknorm.standalone.notice import NOTICES
 
 
@@ -69,7 +69,7 @@ def export_native(
     gives the model that was patched. Norms that training has removed (`KneeSchedule(target=math.inf)`) are folded into
     their projections: what remains is exported as a model without norms. Computed in float32, logits are equal to the
     bit, or up to rounding if tensors are scaled.
-    Tensors keep their dtypes and are never all in memory; tokenizer, generation config and licence are copied.
+    The model is loaded into memory; tokenizer, generation config and licence are copied.
 
     With `end_norms`, norms that still act are replaced by constant factors too, which is no longer exact: sharp norms
     that bound few vectors cost little (`convert.remeasure` measures it). `check_result` is called with the
@@ -88,53 +88,53 @@ def export_native(
     check()
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} holds no config.json: give the folder of a patched checkpoint")
-    with open_source(folder) as source:
-        check_exportable(folder, source.config)
-        ignored = source.check_complete()
-        source.check_gains()
-        try:
-            planned = plan_export(source, end_norms=end_norms)
-            config, tensors = planned.config, planned.tensors
-            model_class = getattr(transformers, config.architectures[0])
-            unread = check_complete(model_class, config, tensors, source.weights.folder)
-            if lost := [name for name in unread if name not in ignored]:
-                raise ValueError(f"{', '.join(lost)} would be lost: a {model_class.__name__} does not read it")
-        except ValueError as error:
-            subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
-            raise ValueError(f"{subject} is not exported: {error}") from error
-        with new_folder(destination, check) as out:
-            (out / CONFIG).write_text(_json(config), encoding="utf-8")
-            # the card and the stand-alone code are of the old model
-            copy_files(folder, (file for file in source.files if file.name != CARD and file.suffix != ".py"), out)
-            check_readable(out, folder)
-            source.weights.rewrite(out, tensors)
-            source.check_unchanged()
-            check_result(out)
-    return NativeExport(folder, destination, config.model_type, config.architectures[0], planned.scaled)
+    source = open_source(folder)
+    check_exportable(folder, source.config)
+    model = load_model(source)
+    check_finite(model, folder)
+    try:
+        plan, config = plan_export(model, end_norms=end_norms)
+        native = _native_model(plan, config)
+    except ValueError as error:
+        subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
+        raise ValueError(f"{subject} is not exported: {error}") from error
+    with new_folder(destination, check) as out:
+        native.save_pretrained(out)
+        (out / CONFIG).write_text(_json(native.config), encoding="utf-8")
+        copy_files(source, out, card=False)  # the card is of the old model
+        check_result(out)
+    scaled = not end_norms and any(norm.shape.epsilon and norm.ratio < math.inf for norm in every_norm(model))
+    return NativeExport(folder, destination, config.model_type, config.architectures[0], scaled)
 
 
-class PlannedExport(NamedTuple):
-    """The config and the tensors of an export, and whether projections are scaled for a knee."""
+def plan_export(model: Any, *, end_norms: bool = False) -> tuple[TensorPlan, Any]:
+    """Plan the export of a patched model: return the tensors and the config.
 
-    config: Any
-    tensors: Tensors
-    scaled: bool
-
-
-def plan_export(source: Source, *, end_norms: bool = False) -> PlannedExport:
-    """Plan the export of a patched checkpoint. Raises ValueError, with what would be lost, if there is no target."""
-    plan, patched = TensorPlan(source.weights), source.config
-    if (end_norms and patched.scheme.norms) or all_constant(plan):
-        patched = fold_constant_norms(plan, source, end=end_norms)
+    Raises ValueError, with what would be lost, if there is no target.
+    """
+    plan, patched = TensorPlan(own_tensors(model)), model.config
+    if patched.scheme.norms and (end_norms or knee_of(model) == math.inf):
+        patched = fold_constant_norms(plan, model, end=end_norms)
     target = find_target(patched)
-    scaled = any(Shape.of(plan.reader(name)()).epsilon for name in plan.planned if name.endswith("_norm.knee"))
-    with config_errors(str(source.folder / CONFIG), source.config.model_type, source.config.architectures):
+    with config_errors(CONFIG, patched.model_type, patched.architectures):
         for transform in target.transforms:
             transform(plan, patched)
         config = _target_config(patched, target)
     if not end_norms:  # else a rounding is in the loss that is measured
         plan.check_halves()
-    return PlannedExport(config, plan.planned, scaled)
+    return plan, config
+
+
+def _native_model(plan: TensorPlan, config: Any) -> Any:
+    """Load the tensors of the plan into the target's class. Raises ValueError for any that do not fit."""
+    model_class = getattr(transformers, config.architectures[0])
+    options = {"config": config, "state_dict": plan.tensors(), "dtype": config.dtype, "output_loading_info": True}
+    with quiet_loading():
+        native, info = model_class.from_pretrained(None, **options)
+    for keys, problem in (("unexpected_keys", "would be lost"), ("missing_keys", "would be missing")):
+        if found := sorted(info[keys]):
+            raise ValueError(f"{', '.join(found[:3])} {problem}: a {model_class.__name__} has other tensors")
+    return native
 
 
 def check_exportable(folder: Path, config: Any) -> None:

@@ -123,7 +123,7 @@ def _neox_obstacle(config: Any) -> str | None:
 _NORMS = (transforms.align_eps, transforms.share_gains)
 _LLAMA = (transforms.split_fused, transforms.fill_output_bias)
 QWEN3 = Target("qwen3", RMS, False, _qwen3_settings, (*_LLAMA, *_NORMS), _llama_obstacle)
-QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe_settings, (transforms.rename_experts, *_NORMS), _llama_obstacle)
+QWEN3_MOE = Target("qwen3_moe", RMS, False, _qwen3_moe_settings, _NORMS, _llama_obstacle)
 PHI = Target("phi", ("layer",), False, _phi_settings, (phi.rename_to_phi, *_NORMS, phi.rename_norms), _neox_obstacle)
 VAULTGEMMA = Target(
     "vaultgemma", (), True, _vaultgemma_settings,

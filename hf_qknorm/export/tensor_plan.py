@@ -1,43 +1,50 @@
-"""A plan of tensors to be written under other names, shapes and values; each is computed when it is written."""
+"""A plan of tensors under other names, shapes and values; each is computed once, at the end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_qknorm.checkpoint.safetensors_files import NewTensor, StoredTensor, Weights
-
 LARGEST = 2.0**32  # factor of a tensor: a larger one could overflow 32 bits
 
 
-class TensorPlan:
-    """The tensors to be written, by name; at first the ones of `weights`. Nothing is read before they are written."""
+class Planned(NamedTuple):
+    """A tensor to be made: its shape and dtype, and a function that computes its values."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-        self.planned: dict[str, StoredTensor | NewTensor] = {**weights.stored}
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+
+class TensorPlan:
+    """The tensors of an export by name; at first those of `tensors`."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self.planned = {name: Planned(tuple(x.shape), x.dtype, x.detach) for name, x in tensors.items()}
         self.scaled_halves: dict[str, float] = {}  # factors of tensors in float16
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Compute the tensors, each rounded once."""
+        return {name: each.make().to(each.dtype).contiguous() for name, each in self.planned.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.planned
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype in which a tensor is written."""
-        planned = self.planned[name]
-        return planned.dtype if isinstance(planned, NewTensor) else self.weights.dtype(name)
+        return self.planned[name].dtype
 
     def reader(self, name: str) -> Callable[[], Tensor]:
         """Return a function that computes the tensor as it is planned now, unaffected by later changes."""
-        planned = self.planned[name]
-        return planned.make if isinstance(planned, NewTensor) else partial(self.weights.read, name)
+        return self.planned[name].make
 
     def add(self, name: str, like: str, shape: tuple[int, ...], make: Callable[[], Tensor]) -> None:
-        """Add a tensor, in the file and dtype of the planned tensor `like`."""
-        self.planned[name] = NewTensor(self.planned[like].file, shape, self.dtype(like), make)
+        """Add a tensor, in the dtype of the planned tensor `like`."""
+        self.planned[name] = Planned(shape, self.dtype(like), make)
 
     def fill(self, name: str, like: str, shape: tuple[int, ...], value: float) -> None:
         """Add a constant tensor."""
@@ -60,7 +67,7 @@ class TensorPlan:
             self.drop(old)
 
     def change(self, name: str, change: Callable[[Tensor], Tensor], shape: tuple[int, ...] | None = None) -> None:
-        """Change a tensor's values, computed in float64 and rounded once on writing, and perhaps its shape."""
+        """Change a tensor's values, computed in float64 and rounded once, and perhaps its shape."""
         read = self.reader(name)
         self.add(name, name, shape or self.planned[name].shape, lambda: change(read().double()))
 

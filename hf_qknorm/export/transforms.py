@@ -52,15 +52,6 @@ def _split(plan: TensorPlan, fused: str, rows: dict[str, int]) -> None:
     plan.drop(f"{fused}.weight")
 
 
-def rename_experts(plan: TensorPlan, config: Any) -> None:
-    """Rename Mixtral's experts as Qwen 3's."""
-    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-    for name in list(plan.planned):
-        layer, _, rest = name.partition(".block_sparse_moe.")
-        if rest:
-            plan.rename(name, f"{layer}.mlp." + ".".join(names.get(word, word) for word in rest.split(".")))
-
-
 def fill_output_bias(plan: TensorPlan, config: Any) -> None:
     """Add a zero bias of the output projection: Qwen 2 has biases on q, k and v alone, the target on all four."""
     for layer in range(config.num_hidden_layers if biased(config) else 0):

@@ -1,18 +1,13 @@
-"""The names of a checkpoint's files."""
+"""The files of a checkpoint, by their names: what a conversion copies, a push uploads, and overwriting may delete."""
 
 from __future__ import annotations
 
+import os
 import re
+from fnmatch import fnmatchcase
 from pathlib import Path
 
-from hf_qknorm.files.atomic_io import is_leftover
-from hf_qknorm.files.untrusted import read_json
-
 CONFIG = "config.json"
-CONFIGS = (
-    CONFIG, "generation_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json",
-    "video_preprocessor_config.json",
-)  # fmt: skip
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 TOKENIZER_FILES = (
@@ -20,39 +15,56 @@ TOKENIZER_FILES = (
     "special_tokens_map.json", "added_tokens.json", "spiece.model", "tekken.json", "sentencepiece.model",
     "sentencepiece.bpe.model", "emoji.json", "normalizer.json", "word_shape.json", "word_pronunciation.json",
 )  # fmt: skip
-TEMPLATES = ("chat_template.jinja", "chat_template.json")
-FOLDERS = ("additional_chat_templates",)
+TEMPLATES = "additional_chat_templates"  # a folder
 LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-][\w.-]+)?", re.IGNORECASE)
 REPORT = "qk_norm_report.json"  # of a calibration, saved beside the weights
 CARD = "README.md"
 KEPT_CARD = "README.original.md"  # the card that a generated card replaced
 PLOTS = LOSS_PLOT, LOGITS_PLOT = "qk_norm_loss.png", "qk_norm_logits.png"
 CODE_FILE = "modeling_qknorm.py"
-_NAMES = {
-    SINGLE, INDEX, REPORT, CARD, KEPT_CARD, CODE_FILE,
-    *CONFIGS, *TOKENIZER_FILES, *TEMPLATES, *PLOTS,
-}  # fmt: skip
+GENERATED = (CONFIG, REPORT, KEPT_CARD, CODE_FILE, *PLOTS)  # by this package, for one checkpoint alone
+
+_SIDE_FILES = (
+    *GENERATED, CARD, *TOKENIZER_FILES, "*_config.json", "chat_template.json", "*.jinja", "*.model", "*.spm",
+    "*.tiktoken", "tokenizer*",
+)  # fmt: skip
 
 
-def unknown_files(folder: Path) -> list[str]:
-    """Return the names in a folder that are not files of a checkpoint; names of folders end in "/"."""
-    indexed = _indexed(folder)
-    found: list[str] = []
-    for item in sorted(folder.iterdir()):
-        if item.is_symlink() or not item.is_dir():
-            if item.name not in _NAMES | indexed and not (WEIGHTS.fullmatch(item.name) or LICENCE.fullmatch(item.name)):
-                found.append(item.name)
-        elif item.name in FOLDERS:
-            found += [f"{item.name}/{inner.name}" for inner in sorted(item.iterdir()) if inner.suffix != ".jinja"]
-        elif not is_leftover(item):
-            found.append(f"{item.name}/")
-    return found
+def side_files(folder: Path) -> list[Path]:
+    """Return the names of a checkpoint's files beside its weights, relative to its folder.
+
+    Raises ValueError for a link out of the folder: a copy could publish a private file.
+    """
+    paths = [path for path in sorted(folder.iterdir()) if _is_side_file(path.name) and path.is_file()]
+    paths += sorted(path for path in (folder / TEMPLATES).glob("*.jinja") if path.is_file())
+    for path in paths:
+        check_inside(folder, path)
+    return [path.relative_to(folder) for path in paths]
 
 
-def _indexed(folder: Path) -> set[str]:
-    """Return the safetensors files that the folder's index names; none if it can't be read."""
-    try:
-        index = read_json(folder / INDEX)
-        return {name for name in index["weight_map"].values() if name.endswith(".safetensors")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return set()
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of a folder's files of weights, as `save_pretrained` names them."""
+    return sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name))
+
+
+def other_files(folder: Path) -> list[str]:
+    """Return the names in a folder that are no files of a checkpoint; names of folders end in "/"."""
+    known = {str(path) for path in side_files(folder)} | {*weight_files(folder), INDEX}
+    found = [path for path in sorted(folder.iterdir()) if path.name not in known]
+    others = [f"{path.name}/" if path.is_dir() else path.name for path in found if path.name != TEMPLATES]
+    inner = sorted((folder / TEMPLATES).iterdir()) if (folder / TEMPLATES).is_dir() else []
+    return others + [name for path in inner if (name := f"{TEMPLATES}/{path.name}") not in known]
+
+
+def check_inside(folder: Path, path: Path) -> None:
+    """Raise ValueError for a file outside its folder, and outside the blobs of a snapshot in the Hub's cache."""
+    real, roots = Path(os.path.realpath(path)), [Path(os.path.realpath(folder))]
+    if folder.absolute().parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    if not any(real.is_relative_to(root) for root in roots):
+        raise ValueError(f"{path} is a link to {real}, outside the folder: put the file itself there")
+
+
+def _is_side_file(name: str) -> bool:
+    shown = not name.startswith(".") and name != INDEX
+    return shown and bool(LICENCE.fullmatch(name) or any(fnmatchcase(name, each) for each in _SIDE_FILES))

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.knees import KNEES, LIMIT, tried_knees
-from hf_qknorm.checkpoint.source import open_source
+from hf_qknorm.checkpoint import open_source
 from hf_qknorm.families import family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
@@ -96,11 +96,11 @@ def inspect_checkpoint(
     if cap is not None:
         check_positive(cap, "cap")
     text.check_text(texts)
-    with open_source(checkpoint) as source:
-        if not isinstance(source.config, QKNormConfig):
-            family_of(source.config)
-        with loaded_with_text(source, texts, tokens, length) as (model, batches):
-            return inspect_model(model, batches, max_tokens=tokens, cap=cap)
+    source = open_source(checkpoint)
+    if not isinstance(source.config, QKNormConfig):
+        family_of(source.config)
+    with loaded_with_text(source, texts, tokens, length) as (model, batches):
+        return inspect_model(model, batches, max_tokens=tokens, cap=cap)
 
 
 def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | None, *, compared: bool) -> Inspection:

@@ -216,7 +216,7 @@ def _convert(cfg: Any) -> str:
     scheme = name if isinstance(name, str) else "SCHEME"
     text = cfg.get("qk_norm_calibrate") or "TEXT"
     return (
-        f"Convert it first: hf-qknorm convert {cfg['base_model']} FOLDER --scheme {scheme} --calibrate {text}, and "
+        f"Convert it first: hf-qknorm convert {cfg['base_model']} FOLDER --scheme {scheme} --data {text}, and "
         "set base_model: FOLDER"
     )
 
@@ -232,7 +232,7 @@ def _check_whole(model: Any) -> None:
 
 def _calibrate(cfg: Any, model: Any) -> None:
     """Calibrate a patched model, and write it beside the adapter that will be trained on it."""
-    from hf_qknorm.checkpoint.pretrained import load_tokenizer
+    from hf_qknorm.checkpoint import load_tokenizer
     from hf_qknorm.model.in_memory import unmark
 
     tokenizer = load_tokenizer(cfg.tokenizer_config)
@@ -248,8 +248,8 @@ def _calibrate(cfg: Any, model: Any) -> None:
 
 
 def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    from hf_qknorm.checkpoint.destinations import check_folder
     from hf_qknorm.files.atomic_io import new_folder
+    from hf_qknorm.files.destinations import check_folder
 
     with new_folder(folder, lambda: check_folder(folder, overwrite=True)) as new:
         model.save_pretrained(new)

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from hf_qknorm.checkpoint.memory import SEQUENCES, memory_left, place_weights
-from hf_qknorm.checkpoint.pretrained import load_causal, load_tokenizer
-from hf_qknorm.checkpoint.source import Source
+from hf_qknorm.checkpoint import Source, load_causal, load_tokenizer
 from hf_qknorm.measure import text
 from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.predictions import require_causal
+from hf_qknorm.model.placement import placement
+
+SEQUENCES = 8  # in a forward pass
 
 
 @contextmanager
@@ -23,7 +24,7 @@ def loaded_with_text(
     """Yield a checkpoint's model, and up to `tokens` tokens of `texts` in batches of sequences of `length` tokens.
 
     `texts` is a source for `load_text`. If the checkpoint does not fit into memory, layers are read from the disk in
-    each forward pass, and batches are as large as fit.
+    each forward pass.
 
     Raises, before the weights are read, OSError without a tokenizer, and ValueError for an impossible length, a model
     with bidirectional attention, and too little text.
@@ -33,9 +34,7 @@ def loaded_with_text(
     tokenizer = load_tokenizer(source.folder)
     ids = text.tokenize(tokenizer, text.load_text(texts, limit=text.CHARACTERS * tokens))[:tokens]
     text.check_batches([{"input_ids": ids[None]}], source.config)
-    scratch = Path(tempfile.gettempdir(), source.folder.name)
-    memory = memory_left(None)
-    with place_weights(source, length, memory, scratch) as (placement, sequences):
-        model, most = load_causal(source, "auto", **placement), sequences or SEQUENCES
+    with TemporaryDirectory(prefix="hf-qknorm-") as offload:
+        model = load_causal(source, **placement(source.folder, None, Path(offload)))
         row = {"input_ids": ids}
-        yield model, text.batches_for(model, [row], None, batch=most, length=length, max_tokens=tokens)
+        yield model, text.batches_for(model, [row], None, batch=SEQUENCES, length=length, max_tokens=tokens)

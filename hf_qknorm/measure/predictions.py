@@ -22,6 +22,7 @@ from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Numbers, Prediction
+from hf_qknorm.reports.report import Calibration
 
 MOST_KEPT = 1_000_000_000
 
@@ -210,3 +211,13 @@ def _gain(norms: list[HeadNorm], heads: int) -> Numbers | None:
         return None
     rows = torch.cat([weight.expand(heads, -1) for weight in known], dim=-1)
     return tuple(rows.pow(2).mean(-1).sqrt().tolist())
+
+
+def predictions_of(report: Calibration | None) -> dict[str, Prediction]:
+    """Return a report's predictions by the names of their models in a card; empty without a head."""
+    if report is None or report.chosen is None:
+        return {}
+    if report.base is None or report.ones is None:
+        return {"this model": report.chosen}
+    fresh = {"fresh gains": report.ones} if report.scheme.norms else {}
+    return {"unpatched": report.base, **fresh, "this model": report.chosen}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_qknorm.checkpoint.pretrained import load_tokenizer
+from hf_qknorm.checkpoint import load_tokenizer
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id, hub_token, is_path
 from hf_qknorm.files.paths import user_path

@@ -68,7 +68,7 @@ def check_foldable(model: nn.Module, family: Family) -> None:
         if any(p.is_meta for part in (norm, *projections) for p in part.parameters()):
             raise ValueError(
                 f"{name}: pre_norm=False folds a norm into weights that are not in memory (on the meta device, or "
-                "offloaded). Load the model whole and patch it, or convert its checkpoint with convert_checkpoint"
+                "offloaded): load the model whole, and patch it"
             )
         if not all(type(part.weight) in PLAIN for part in projections):
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -57,12 +57,6 @@ def page_text(page: Page) -> str:
 def page_html(page: Page) -> str:
     """The page as HTML: it says the same as `page_text`."""
     return f"<div>{''.join(_part(part) for part in page if str(part))}</div>"
-
-
-def fields_html(fields: Mapping[str, str]) -> str:
-    """A table with a row per title and text."""
-    rows = (_row([title, text], "td", LEFT) for title, text in fields.items())
-    return f"<table><tbody>{''.join(rows)}</tbody></table>"
 
 
 def _part(part: str | Table | Points) -> str:

@@ -76,7 +76,7 @@ def job(name: str, checkpoint: str, text: str, tokens: int) -> Row:
             "`calibrate`": partial(calibrated, checkpoint, text, tokens),
             "`hf-qknorm inspect`": partial(command, ["inspect", *texts, "--out", folder, *more]),
             "`hf-qknorm convert`": partial(
-                command, ["convert", checkpoint, f"{folder}/converted", "--calibrate", text, *more]
+                command, ["convert", checkpoint, f"{folder}/converted", "--data", text, "--max-tokens", str(tokens)]
             ),
         }[name]
         start = time.perf_counter()

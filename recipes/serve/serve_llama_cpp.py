@@ -44,7 +44,7 @@ def exports(options: argparse.Namespace) -> dict[str, Path]:
     if not original.exists():
         AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).save_pretrained(original)
         AutoTokenizer.from_pretrained(options.checkpoint).save_pretrained(original)
-    text: dict[str, Any] = {"calibration": str(options.calibrate), "max_tokens": options.tokens}
+    text: dict[str, Any] = {"data": str(options.calibrate), "max_tokens": options.tokens}
     if not knee.exists():
         print(qk.convert_checkpoint(original, knee, "qk_norm", exportable=True, **text))
     if not sharp.exists():

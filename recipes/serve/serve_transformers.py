@@ -77,7 +77,7 @@ def main() -> None:
     rows: list[list[str]] = []
     converted, exported = work / "converted", work / "exported"
     if not exported.exists():
-        most: dict[str, Any] = {"calibration": str(options.text), "max_tokens": 2048, "exportable": True}
+        most: dict[str, Any] = {"data": str(options.text), "max_tokens": 2048, "exportable": True}
         qk.convert_checkpoint(options.checkpoint, converted, "qk_norm", **most)
         qk.export_native(converted, exported)
     tokenizer = AutoTokenizer.from_pretrained(exported)

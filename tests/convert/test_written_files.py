@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import Calibration, cli, convert_checkpoint, export_native, patch_model, plan_conversion
+from hf_qknorm import Calibration, cli, convert_checkpoint, export_native, patch_model
+from hf_qknorm.convert.card import render_card
 from hf_qknorm.convert.remeasure import remeasure, remeasure_checkpoint
 from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT
-from hf_qknorm.hub.card import render_card
 from hf_qknorm.ops.norms import NORMS, NormKind
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
@@ -29,16 +29,13 @@ def test_a_conversion_writes_card_code_and_report(source, tmp_path):
     for name, text in OURS.items():
         (source / name).write_text(text)
     out = tmp_path / "out"
-    plan = plan_conversion(source, out, "qk_norm", calibration=[TEXT], method="moments")
-    assert plan.written == ("config.json", CODE_FILE, REPORT, CARD, f"{KEPT_CARD} (the source's {CARD})")
-    assert CARD not in plan.files
-    report = convert_checkpoint(source, out, "qk_norm", calibration=[TEXT], method="moments")
+    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], method="moments")
     assert {CODE_FILE, REPORT, CARD, KEPT_CARD, *PLOTS} <= {path.name for path in out.iterdir()}
     card = (out / CARD).read_text()
     assert "license: mit" in card
     assert "base_model: owner/ancestor" in card
     assert f"**{report.loss:.3f}**" in card
-    assert 'from_pretrained("OWNER/NAME", trust_remote_code=True)' in card
+    assert "`from_pretrained(..., trust_remote_code=True)` runs the repository's `modeling_qknorm.py`" in card
     assert (out / KEPT_CARD).read_text() == OURS[CARD]
     for name in (CARD, REPORT, "config.json"):
         assert str(tmp_path) not in (out / name).read_text(), name
@@ -46,29 +43,26 @@ def test_a_conversion_writes_card_code_and_report(source, tmp_path):
 
 def test_a_converted_checkpoint_keeps_its_report_when_it_is_saved(source, tmp_path):
     out = tmp_path / "out"
-    report = convert_checkpoint(source, out, "qk_norm", calibration=[TEXT], method="moments")
+    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], method="moments")
     AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again")
     assert Calibration.load(tmp_path / "again" / REPORT) == report == Calibration.load(out / REPORT)
 
 
 def test_files_of_another_conversion_are_not_taken_over(source, tmp_path):
-    convert_checkpoint(source, tmp_path / "first", "soft_cap", calibration=[TEXT])
+    convert_checkpoint(source, tmp_path / "first", "soft_cap", data=[TEXT])
     for name in (CARD, CODE_FILE, REPORT, *PLOTS):
         (source / name).write_bytes((tmp_path / "first" / name).read_bytes())
-    plan = plan_conversion(source, tmp_path / "out", "qk_norm", standalone=False)
-    assert plan.written == ("config.json", CARD)
     convert_checkpoint(source, tmp_path / "out", "qk_norm", standalone=False)
     written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert written == {"config.json", "model.safetensors", CARD, *plan.files}
-    assert not {CARD, CODE_FILE, REPORT, *PLOTS} & set(plan.files)
+    assert not {CODE_FILE, REPORT, *PLOTS} & written
+    assert (tmp_path / "out" / CARD).read_text() != (source / CARD).read_text()
 
 
 @pytest.mark.parametrize("front", ["license: [mit", "base_model: ../private/model", "language: {a: b}"])
 def test_a_card_that_can_not_be_read_is_kept_with_a_warning(source, tmp_path, front, caplog):
     (source / CARD).write_text(f"---\n{front}\n---\n# Theirs\n")
     convert_checkpoint(source, tmp_path / "out", "qk_norm")
-    assert f"{source / CARD}: " in caplog.text
-    assert "The new card lacks the licence" in caplog.text
+    assert f"of {CARD} is left out of the card" in caplog.text
     assert front not in (tmp_path / "out" / CARD).read_text()
     assert front in (tmp_path / "out" / KEPT_CARD).read_text()
 
@@ -76,9 +70,9 @@ def test_a_card_that_can_not_be_read_is_kept_with_a_warning(source, tmp_path, fr
 def test_code_that_can_not_be_made_is_refused_with_the_way_out(source, tmp_path, monkeypatch):
     monkeypatch.setitem(NORMS, "own", NormKind("a norm of one's own"))
     scheme = {"q": "own", "k": "own"}
-    for call in (plan_conversion, convert_checkpoint):
+    for dry_run in (True, False):
         with pytest.raises(ValueError, match="norm 'own' is not hf_qknorm's own.*standalone=False.*--no-standalone"):
-            call(source, tmp_path / "out", scheme)
+            convert_checkpoint(source, tmp_path / "out", scheme, dry_run=dry_run)
     assert not (tmp_path / "out").exists()
     convert_checkpoint(source, tmp_path / "out", scheme, standalone=False)
     monkeypatch.setattr("hf_qknorm.standalone.generate.standalone_code", lambda model_type: {}[model_type])
@@ -88,7 +82,7 @@ def test_code_that_can_not_be_made_is_refused_with_the_way_out(source, tmp_path,
 
 def test_an_export_takes_over_neither_card_nor_plots_nor_report(source, tmp_path):
     (source / CARD).write_text("# Theirs")
-    convert_checkpoint(source, tmp_path / "out", "qk_norm", calibration=[TEXT], method="moments", knee=0)
+    convert_checkpoint(source, tmp_path / "out", "qk_norm", data=[TEXT], method="moments", knee=0)
     export_native(tmp_path / "out", tmp_path / "exported")
     names = {path.name for path in (tmp_path / "exported").iterdir()}
     assert not {CARD, KEPT_CARD, CODE_FILE, REPORT, *PLOTS} & names
@@ -109,7 +103,7 @@ def test_the_last_lines_show_how_to_load(source, tmp_path, options, capsys):
 def test_the_command_card_measures_again(source, tmp_path, capsys):
     out, corpus = tmp_path / "out", tmp_path / "corpus.txt"
     corpus.write_text(TEXT)
-    first = convert_checkpoint(source, out, "qk_norm_cap", calibration=[TEXT], method="moments")
+    first = convert_checkpoint(source, out, "qk_norm_cap", data=[TEXT], method="moments")
     model = AutoModelForCausalLM.from_pretrained(out)
     model.lm_head.weight.data.mul_(2.0)
     model.save_pretrained(out)
@@ -124,7 +118,7 @@ def test_the_command_card_measures_again(source, tmp_path, capsys):
     assert all(layer.before is None for layer in report.layers.values())
     assert report.table() in printed
     card = (out / CARD).read_text()
-    for text in ("## Measurement", f"loss of {report.loss:.3f} nats per token", "![Largest attention logits"):
+    for text in ("## Measurement", f"its loss is **{report.loss:.3f}** nats per token", "![Largest attention logits"):
         assert text in card
     assert PLOTS[0] not in card
     assert str(tmp_path) not in card + (out / REPORT).read_text()
@@ -133,7 +127,7 @@ def test_the_command_card_measures_again(source, tmp_path, capsys):
     assert Calibration.load(tmp_path / "again" / REPORT) == report
     again.lm_head.weight.data.mul_(0.5)
     again.save_pretrained(out)
-    assert f"was measured on 512 tokens (loss {report.loss:.3f}). **Its weights have changed" in render_card(out)
+    assert "These weights have no measurement" in render_card(out)
 
 
 def test_a_model_in_memory_is_measured_as_it_is(source, tmp_path):

@@ -75,10 +75,6 @@ REFUSED: dict[str, tuple[Any, float, str]] = {
     "values": (lambda: kneed("layer"), math.inf, "expected norms of queries and keys alone"),
     "latent": (lambda: patch_model(sharp_model("deepseek_v3"), "qk_norm"), math.inf, "a norm of latent attention has"),
     "clipped": (lambda: patch_model(sharp_model("olmo"), "qk_norm"), math.inf, r"clips its .* \(clip_qkv=None\)"),
-    "stored under another name": (
-        lambda: patch_model(sharp_model("zamba2"), RMS), math.inf,
-        "q_proj.weight is not stored under that name: .*in place of an export, remove_norms",
-    ),
     "biased": (
         lambda: randomise(patch_model(sharp_model("llama"), dataclasses.replace(RMS, bias=True))), math.inf,
         "q_norm has a bias, and its projection has none",

@@ -158,12 +158,9 @@ def test_every_target_is_tested():
 
 
 @pytest.mark.parametrize("case", ["llama", "phi3", "mixtral", "gpt_neox", "llama-cap-tied", "gemma2-cap"])
-def test_shards_stay_shards(tmp_path, case):
+def test_shards_are_read(tmp_path, case):
     patched = save_patched(tmp_path / "ours", *CASES[case][:3], max_shard_size="60KB")
     export_native(tmp_path / "ours", tmp_path / "theirs")
-    names = {path.name for path in (tmp_path / "theirs").glob("*.safetensors")}
-    assert names == {path.name for path in (tmp_path / "ours").glob("*.safetensors")}
-    assert len(names) > 1
     native = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
     assert_near(logits(native, "plain"), logits(patched, "plain"), TOLERANCE)
 

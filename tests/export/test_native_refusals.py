@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from test_native import CASES, EPS, LAYER, RMS, save_patched
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
@@ -20,25 +19,22 @@ from qknorm_tests.tables import sharp_model
 SECOND = "model.layers.1"
 GAIN = f"{SECOND}.self_attn.q_norm.weight"
 
-# How the norms of a saved checkpoint are damaged, and the message of the refusal; test_complete.py has other damage.
+# How the norms of a saved checkpoint are damaged, and the message of the refusal; test_refusals.py has other damage.
 DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "no gains": (
         lambda t: [t.pop(name) for name in list(t) if "_norm." in name and "self_attn" in name],
-        r"model.layers.0.self_attn.q_norm.weight is not there, expected \[16\], as .*config.json asks .*q=rms, k=rms",
+        "ours: 4 norm parameters are missing from the weights, first 'model.layers.0.self_attn.k_norm.weight'",
     ),
-    "no gain": (lambda t: t.pop(GAIN), rf"model.safetensors: {GAIN} is not there, expected \[16\]"),
+    "no gain": (lambda t: t.pop(GAIN), f"ours: 1 norm parameters are missing from the weights, first '{GAIN}'"),
     "one number": (
         lambda t: t.update({GAIN: torch.ones(1)}),
-        rf"model.safetensors: {GAIN} has shape \[1\], expected \[16\]",
+        rf"ours: 1 norm parameters are of another shape in the weights \('{GAIN}' is \[1\], expected \[16\]\)",
     ),
     "another norm": (
         lambda t: t.update({f"{SECOND}.self_attn.v_norm.weight": torch.ones(16)}),
-        rf"model.safetensors: {SECOND}.self_attn.v_norm.weight is the weight of a norm that a QKNormLlama.* not have",
+        f"ours: 1 norm parameters are in the weights but not in the scheme, first '{SECOND}.self_attn.v_norm.weight'",
     ),
-    "not finite": (
-        lambda t: t.update({GAIN: torch.full((16,), float("nan"))}),
-        rf"model.safetensors: {GAIN} holds NaN or infinity",
-    ),
+    "not finite": (lambda t: t.update({GAIN: torch.full((16,), float("nan"))}), f"ours: {GAIN} holds NaN or infinity"),
 }
 
 
@@ -61,20 +57,12 @@ def test_a_tensor_that_the_target_does_not_read_is_not_lost(tmp_path, monkeypatc
         export_native(tmp_path / "ours", tmp_path / "theirs")
 
 
-def test_tensors_that_the_patched_model_ignores_are_copied(tmp_path):
-    save_patched(tmp_path / "ours", "llama", EPS, RMS)
-    edit(tmp_path / "ours", lambda t: t.update({"notes": torch.ones(2)}))
-    export_native(tmp_path / "ours", tmp_path / "theirs")
-    assert "notes" in load_file(tmp_path / "theirs" / "model.safetensors")
-
-
 @pytest.mark.parametrize("sharpness", [0.0, -1.0, float("nan")])
 def test_an_impossible_knee_is_refused_by_name(sharpness, tmp_path):
     save_patched(tmp_path / "ours", "llama", EPS, RMS, knee=4.0)
     name = f"{SECOND}.self_attn.k_norm.knee"
     edit(tmp_path / "ours", lambda t: t[name][2:].fill_(sharpness))
-    message = "holds NaN" if sharpness != sharpness else "is .* expected three finite numbers, the last at least 1"
-    with pytest.raises(ValueError, match=f"model.safetensors: {name} {message}"):
+    with pytest.raises(ValueError, match=f"{name}.* is .* expected three finite numbers, the last at least 1"):
         export_native(tmp_path / "ours", tmp_path / "theirs")
 
 
@@ -82,7 +70,7 @@ def test_a_checkpoint_without_a_knee_is_refused(tmp_path):
     save_patched(tmp_path / "ours", "llama", EPS, RMS)
     name = f"{SECOND}.self_attn.k_norm.knee"
     edit(tmp_path / "ours", lambda t: t.pop(name))
-    with pytest.raises(ValueError, match=f"model.safetensors: {name} is not there, expected"):
+    with pytest.raises(ValueError, match=f"{name}"):
         export_native(tmp_path / "ours", tmp_path / "theirs")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, convert_checkpoint, patch_model
-from hf_qknorm.checkpoint.config import read_config
+from hf_qknorm.checkpoint import read_config
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import classes_of
 from hf_qknorm.model.attention import patched_layers

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hf_qknorm import Scheme, calibrate, convert_checkpoint, patch_model, push_to_hub
-from hf_qknorm.checkpoint.memory import parse_size
 from hf_qknorm.files.formatting import MOST, shorten
+from hf_qknorm.model.placement import placement
 from qknorm_tests.tiny import tiny_model
 
 LONG = "x" * 20_000
@@ -40,7 +41,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "tower": lambda: patched(tower=LONG),
     "method": lambda: calibrate(patched(), [torch.arange(3, 35)[None]], LONG),
     "knee": lambda: calibrate(patched(), [torch.arange(3, 35)[None]], knee=LONG),
-    "memory": lambda: parse_size(10**5000),
+    "memory": lambda: placement(Path("in"), LONG, Path("out")),
     "converted": lambda: convert_checkpoint("in", "out", LONG),
     "repository": lambda: push_to_hub(patched(), LONG),
 }

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
+from hf_qknorm.convert.card import write_card
 from hf_qknorm.demo.data import Settings
 from hf_qknorm.demo.run import run_demo
-from hf_qknorm.hub.card import write_card
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
@@ -53,7 +53,7 @@ def test_no_code_of_a_checkpoint_is_run(source, tmp_path):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     booby_trap(source, sign)
     inspect_checkpoint(str(source), texts=str(text), tokens=256)
-    for scheme, options in {"qk_norm": {"calibration": str(text), "method": "moments"}, "soft_cap": {}}.items():
+    for scheme, options in {"qk_norm": {"data": str(text), "method": "moments"}, "soft_cap": {}}.items():
         converted = tmp_path / scheme
         convert_checkpoint(source, converted, scheme, **options)
         assert not list(converted.glob("*.bin"))

@@ -76,7 +76,7 @@ def test_the_page_shows_the_keys_that_the_plugin_has():
         ({"qk_norm_scheme": "qk_nrm"}, "unknown scheme 'qk_nrm', did you mean 'qk_norm'"),
         ({"qk_norm_scheme": "qk_norm"}, "qk_norm_calibrate is not set: give a text .* or false"),
         (CONVERTED | LORA | {"adapter": "qlora"}, "quantised while it is loaded.* hf-qknorm convert llama FOLDER"),
-        (CONVERTED | LORA | {"load_in_8bit": True}, "--scheme qk_norm_cap --calibrate corpus.txt, and set base_model"),
+        (CONVERTED | LORA | {"load_in_8bit": True}, "--scheme qk_norm_cap --data corpus.txt, and set base_model"),
         (CONVERTED | LORA | {"lora_qkv_kernel": True}, "lora_qkv_kernel rewrites .* set lora_qkv_kernel: false"),
         (CONVERTED | {"fused_attn_kernel": True}, "set fused_attn_kernel: false"),
         (CONVERTED | {"attn_implementation": "sdpa"}, "attn_implementation: sdpa can't cap .* Remove the key"),
@@ -119,7 +119,7 @@ def test_fresh_gains_are_asked_for_by_name(folder):
 @pytest.mark.parametrize("adapter", [{}, LORA], ids=["whole", "adapter"])
 @pytest.mark.parametrize("keys", [{}, {"qk_norm_scheme": "qk_norm_cap"}, CONVERTED], ids=["none", "scheme", "all"])
 def test_a_patched_base_model_stays_as_it_is(keys, adapter, folder):
-    qk.convert_checkpoint("llama", "converted", "qk_norm_cap", calibration="corpus.txt", knee=2.0)
+    qk.convert_checkpoint("llama", "converted", "qk_norm_cap", data="corpus.txt", knee=2.0)
     cfg = settings(**adapter, **keys, base_model="converted")
     model = build(cfg)
     assert model.config.scheme.knee == 2
@@ -130,13 +130,13 @@ def test_a_patched_base_model_stays_as_it_is(keys, adapter, folder):
 
 
 def test_a_patched_base_model_with_another_scheme_is_refused(folder):
-    qk.convert_checkpoint("llama", "converted", "qk_norm", calibration="corpus.txt")
+    qk.convert_checkpoint("llama", "converted", "qk_norm", data="corpus.txt")
     with pytest.raises(ValueError, match=r"another scheme \(q=rms, k=rms, knee=.*\) than qk_norm_scheme .*softcap=50"):
         build(settings(**CONVERTED, base_model="converted"))
 
 
 def test_a_quantised_patched_base_model_is_taken(folder):
-    qk.convert_checkpoint("llama", "converted", "qk_norm_cap", calibration="corpus.txt")
+    qk.convert_checkpoint("llama", "converted", "qk_norm_cap", data="corpus.txt")
     cfg = settings(**CONVERTED, **LORA, base_model="converted", load_in_8bit=True)
     QKNormPlugin().register(cfg)
     pytest.importorskip("bitsandbytes")

@@ -1,18 +1,15 @@
-"""Calibration, Inspection and Plan as HTML: it says what their text says, escaped, and leaves colours to the theme."""
+"""Calibration and Inspection as HTML: it says what their text says, escaped, and leaves colours to the theme."""
 
 from __future__ import annotations
 
 import dataclasses
 from html.parser import HTMLParser
-from typing import Any
 
 import pytest
 import torch
 from test_report import with_a_knee
 
 import hf_qknorm as qk
-from hf_qknorm.convert.plan import Plan
-from hf_qknorm.scheme import SCHEMES
 from qknorm_tests.tiny import tiny_model
 
 EVIL = '<script>alert("1 & 2")</script>'
@@ -69,24 +66,14 @@ def inspection(name: str = "tiny") -> qk.Inspection:
     return dataclasses.replace(qk.inspect_model(model, batches), model=name)
 
 
-def plan(name: str = "source") -> Plan:
-    added = tuple(f"model.layers.{i}.self_attn.q_norm.weight" for i in range(2))
-    files = ("tokenizer.json", f"{name}.txt")
-    return Plan(name, "out", "llama", SCHEMES["qk_norm"], 1000, added, 32, (), (), files, (), 10**9)
-
-
-MADE = {"calibration": calibration, "inspection": inspection, "plan": plan}
-
-
-def text_of(thing: Any) -> str:
-    return str(thing) if isinstance(thing, Plan) else thing.table()
+MADE = {"calibration": calibration, "inspection": inspection}
 
 
 @pytest.mark.parametrize("kind", MADE)
 def test_the_html_says_what_the_text_says(kind):
     thing = MADE[kind]()
     read = Reader(thing._repr_html_())
-    expected = text_of(thing) + (f" {thing}" if kind == "calibration" else "")
+    expected = thing.table() + (f" {thing}" if kind == "calibration" else "")
     assert read.text() == words(expected)
     assert read.seen <= TAGS
     assert "table" in read.seen

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from hf_qknorm import Calibration, patch_model
+from hf_qknorm.convert.card import render_card
 from hf_qknorm.files.names import REPORT as FILE
 from hf_qknorm.files.untrusted import is_shallow
-from hf_qknorm.hub.card import render_card
 from hf_qknorm.model.record import drop_record, load_record, own_tensors, record_of, sample_all, write_record
 from qknorm_tests.hostile import REPORT, changed, variants
 from qknorm_tests.slow import slow_but

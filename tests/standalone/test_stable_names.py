@@ -8,7 +8,6 @@ import pickletools
 import re
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,30 +19,6 @@ from hf_qknorm.standalone.runtime import DERIVED
 from qknorm_tests.tables import sharp_model
 
 README = Path(standalone.__file__).with_name("README.md")
-
-# How the stand-alone files of version 0.1.0 find an installed package, reduced to its imports and names.
-FILE_OF_0_1_0 = """
-from importlib import import_module
-
-DERIVED = "hf_qknorm.hub.derived"
-
-
-def installed(config):
-    try:
-        package = import_module(DERIVED)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{DERIVED}.".startswith(f"{error.name}."):
-            raise
-        return None
-    if not hasattr(package, config):
-        return None
-    return package
-
-
-package = installed("QKNormLlamaConfig")
-QKNormLlamaConfig = package.QKNormLlamaConfig
-QKNormLlamaForCausalLM = package.QKNormLlamaForCausalLM
-"""
 
 
 def pickled_names(value: Any) -> set[str]:
@@ -71,7 +46,6 @@ def test_names_in_a_pickled_model():
         ("hf_qknorm.model.derived", "QKNormLlamaConfig"),
         ("hf_qknorm.model.derived", "QKNormBartEncoder"),
         ("hf_qknorm.model.derived", "QKNormLlamaForCausalLM"),
-        ("hf_qknorm.hub.derived", "QKNormLlamaForCausalLM"),
         ("hf_qknorm.model.attention", "QKNormLlamaAttention"),
         ("hf_qknorm.model.norms", "HeadNorm"),
         ("hf_qknorm.model.fold", "FoldedNorm"),
@@ -84,7 +58,7 @@ def test_each_name_imports_and_is_documented(module, name):
 
 
 def test_an_unknown_name_raises_attribute_error():
-    for module in (derived, attention, import_module("hf_qknorm.hub.derived")):
+    for module in (derived, attention):
         assert not hasattr(module, "QKNormNoSuchModel")
 
 
@@ -96,10 +70,3 @@ def test_a_generated_file_names_the_derived_classes_alone():
     assert not re.search(r"^\s*(from|import) hf_qknorm", code, re.MULTILINE)
     assert 'package = installed_package("QKNormLlamaConfig")' in code
     assert auto_map("llama")["AutoModelForCausalLM"] == "modeling_qknorm.QKNormLlamaForCausalLM"
-
-
-def test_a_file_of_version_0_1_0_finds_the_derived_classes():
-    module = ModuleType("modeling_qknorm")
-    exec(compile(FILE_OF_0_1_0, "modeling_qknorm", "exec"), vars(module))
-    assert module.QKNormLlamaConfig is derived.QKNormLlamaConfig
-    assert module.QKNormLlamaForCausalLM is derived.QKNormLlamaForCausalLM

@@ -145,15 +145,15 @@ def test_an_installed_package_is_used_instead(folders):
 NAMESAKES = {
     "a clone in the working directory": {"hf_qknorm/README.md": ""},
     "another package": {"hf_qknorm/__init__.py": "answer = 42"},
-    "another package with a hub": {"hf_qknorm/__init__.py": "", "hf_qknorm/hub.py": ""},
+    "another package with a model": {"hf_qknorm/__init__.py": "", "hf_qknorm/model.py": ""},
     "a version without such a model": {
         "hf_qknorm/__init__.py": "",
-        "hf_qknorm/hub/__init__.py": "",
+        "hf_qknorm/model/__init__.py": "",
         "hf_qknorm/model/derived.py": "",
     },
     "a part that is missing": {
         "hf_qknorm/__init__.py": "",
-        "hf_qknorm/hub/__init__.py": "",
+        "hf_qknorm/model/__init__.py": "",
         "hf_qknorm/model/derived.py": "import hf_qknorm.scheme",
     },
     "a module that it needs is missing": {"hf_qknorm/__init__.py": "import no_such_module"},

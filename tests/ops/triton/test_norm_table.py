@@ -7,7 +7,7 @@ import torch
 from test_norm_rope import test_results_and_gradients as check_kernels
 from torch import Tensor
 
-from hf_qknorm.hub.papers import change_sentences
+from hf_qknorm.convert.papers import change_sentences
 from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import Scheme

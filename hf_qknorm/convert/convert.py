@@ -1,0 +1,250 @@
+"""`convert_checkpoint`: load a checkpoint, patch and calibrate its model, and save it whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate
+from hf_qknorm.calibration.checks import check_inputs, predicts_masked
+from hf_qknorm.calibration.options import Knee, exported_eps, resolve_method
+from hf_qknorm.checkpoint import (
+    Source,
+    copied_files,
+    copy_files,
+    load_model,
+    load_tokenizer,
+    open_source,
+)
+from hf_qknorm.convert.card import write_card
+from hf_qknorm.families import check_scheme
+from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.files.atomic_io import new_folder
+from hf_qknorm.files.destinations import check_folder
+from hf_qknorm.files.formatting import format_bytes
+from hf_qknorm.files.hub_names import hub_name
+from hf_qknorm.files.names import CONFIG, REPORT, check_inside, other_files, weight_files
+from hf_qknorm.files.paths import check_space, user_path
+from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.predictions import require_causal
+from hf_qknorm.measure.text import as_batches, check_batches, check_text, sequence_length
+from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.model.derived import derived_model
+from hf_qknorm.model.fold import is_exact
+from hf_qknorm.model.placement import SHARD, check_finite, is_offloaded, memory_limits, placement
+from hf_qknorm.model.record import own_tensors, set_record
+from hf_qknorm.patch import patch_model, patched_config
+from hf_qknorm.reports.report import Calibration
+from hf_qknorm.scheme import Scheme
+from hf_qknorm.standalone.generate import add_standalone, check_standalone
+
+SEQUENCES = 8  # in a forward pass
+TRIED_TOKENS = 4096  # of a text, in a dry run
+
+
+def convert_checkpoint(
+    src: str | Path,
+    dst: str | Path,
+    scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
+    *,
+    data: Any = None,
+    method: str | None = None,
+    knee: Knee | None = None,
+    max_loss_increase: float | None = None,
+    length: int | None = None,
+    max_tokens: int | None = None,
+    max_memory: int | str | Mapping[Any, Any] | None = None,
+    standalone: bool = True,
+    exportable: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+) -> Calibration | None:
+    """Convert the checkpoint `src` (a folder or a Hub name) to `scheme`, into the new folder `dst`.
+
+    With `data` (texts or batches, as for `calibrate`) the model is calibrated with `method`, `knee` and `exportable`;
+    the report is returned, and saved beside the weights. Without it gains are fresh. Texts are cut into sequences of
+    `length` tokens, by default 256, or half of learned positions, and used up to `max_tokens`, by default 262,144.
+
+    The model is loaded in the dtype of its config, onto GPUs first. `max_memory` limits the weights in memory, in bytes
+    or as "8GB" (or accelerate's mapping from devices to sizes). Layers that do not fit, by default into what is free,
+    are read from files in each forward pass; the result has the same bits.
+
+    Tokenizer, processor, generation config, templates and licence are copied. A model card is written; the source's is
+    kept as README.original.md. `standalone` adds the code that runs the model without hf_qknorm, as `add_standalone`
+    does. `dst` appears once it is complete. With `overwrite` an existing folder is replaced if it holds a checkpoint
+    and nothing else. With `dry_run` the plan is printed, and nothing is written: the layers, the tensors that are
+    added, the size, and the files. Of the weights, headers alone are read for it.
+
+    Raises ValueError, naming the file, for a source, scheme or tokenizer that can't be converted, weights that are
+    pickled, damaged, missing, quantised or not finite, a model whose stand-alone code can't be made, too little text,
+    an argument of the calibration without data, and a loss that rises by more than `max_loss_increase` nats;
+    FileExistsError for a destination that may not be replaced, is or holds the source or the text, or is the working
+    directory or a parent of it; OSError, naming the file or checkpoint, for a failed read, write or download. After an
+    error nothing is written.
+
+    >>> report = qk.convert_checkpoint("llama", "converted", "qk_norm", data=texts, method="moments")
+    >>> report.scheme.q
+    'rms'
+    """
+    scheme = Scheme.of(scheme)
+    chosen: dict[str, Any] = {"knee": knee, "max_loss_increase": max_loss_increase, "exportable": exportable}
+    if data is None:
+        _check_no_calibration(method=method, length=length, max_tokens=max_tokens, **chosen)
+    else:
+        resolve_method(scheme, method, **chosen)  # raises for wrong arguments
+        if isinstance(data, str | Path):
+            check_text(str(data))
+    if max_memory is not None:
+        memory_limits(max_memory)
+    destination = user_path(dst, "dst")
+    check_folder(destination, overwrite=overwrite, sources=[src, data])
+    source = open_source(src)
+    scheme = _check_convertible(source, scheme, length, standalone)
+    if exportable:
+        exported_eps(patched_config(source.config, scheme))
+    check = partial(check_folder, destination, overwrite=overwrite, sources=[source.folder, data])
+    check()
+    plan, size = _plan(source, destination, scheme)
+    if dry_run:
+        if isinstance(data, str | Path):  # an iterator would be used up
+            _batches(source, data, length, TRIED_TOKENS)
+        print(plan)  # noqa: T201
+        return None
+    check_space(destination, size, str(destination))
+    max_tokens = max_tokens or MAX_TOKENS
+    batches = None if data is None else _batches(source, data, length, max_tokens)
+    with new_folder(destination, check) as folder:
+        placed = placement(source.folder, max_memory, folder.parent / "offload")
+        model = _patched(source, scheme, placed)
+        if batches is not None:
+            report = calibrate(model, batches, method, max_tokens=max_tokens, **chosen)
+            dataset = hub_name(data) if isinstance(data, str) else None
+            set_record(model, replace(report, base_model=hub_name(source.name), dataset=dataset).to_dict())
+            _check_gains(model)
+        elif not scheme.pre_norm and not is_exact(model):
+            raise ValueError(
+                "pre_norm=False can't fold the biases of norms and projections exactly: their right values depend on "
+                "the text that the model sees. Pass data= (--data TEXT)"
+            )
+        limit = placed.get("max_memory", {}).get("cpu", SHARD)
+        _write(model, source, folder, standalone=standalone, shard=min(limit, SHARD))
+        return None if batches is None else Calibration.load(folder / REPORT)
+
+
+def _patched(source: Source, scheme: Scheme, placed: Mapping[str, Any]) -> Any:
+    """Load the model, check its weights, and patch it."""
+    model = load_model(source, **placed)
+    check_finite(model, source.folder)
+    model.name_or_path = ""  # without a name, patch_model does not warn that the model needs a calibration
+    return patch_model(model, scheme)
+
+
+def _check_gains(model: Any) -> None:
+    """Raise ValueError for a gain or a bias that the model's dtype can't hold."""
+    for name, layer in patched_layers(model).items():
+        for norm_name, norm in head_norms(layer).items():
+            if not all(parameter.isfinite().all() for parameter in norm.parameters()):
+                raise ValueError(
+                    f"the gains of {name}.{norm_name} would be NaN or infinite in {model.dtype}: a checkpoint in "
+                    "float32 has room for larger numbers"
+                )
+
+
+def _write(model: Any, source: Source, folder: Path, *, standalone: bool, shard: int) -> None:
+    """Write the checkpoint: the model by its own method, the files beside the source's weights, and the card.
+
+    An offloaded model is written in shards of at most `shard` bytes.
+    """
+    if standalone:
+        add_standalone(model)
+    options: dict[str, Any] = {}
+    if is_offloaded(model):  # transformers would save tied weights twice
+        state = {name: x for name, x in model.state_dict().items() if name not in model.all_tied_weights_keys}
+        options = {"state_dict": state, "max_shard_size": shard}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+        model.save_pretrained(folder, **options)
+    copy_files(source, folder)
+    write_card(folder, base_model=hub_name(source.name))
+
+
+def _check_no_calibration(**options: Any) -> None:
+    """Raise ValueError for an option of a calibration without data."""
+    for name, value in options.items():
+        if value not in (None, False):
+            raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
+
+
+def _check_convertible(source: Source, scheme: Scheme, length: int | None, standalone: bool) -> Scheme:
+    """Refuse a source that can't be converted, or that links to other places; return the scheme for its family."""
+    config, folder = source.config, source.folder
+    if source.is_quantised:
+        raise ValueError(
+            f"{folder / CONFIG}: this checkpoint is quantised. Convert the one in full precision, then quantise that"
+        )
+    if config.model_type.startswith(TYPE_PREFIX):
+        raise ValueError(
+            f"{source.name} is converted already ({config.scheme}): convert the original checkpoint instead. Take the "
+            f"norms off one that was trained on: hf-qknorm export {source.name} DST --data TEXT"
+        )
+    for file in weight_files(folder):
+        check_inside(folder, folder / file)
+    copied_files(source)  # raises for links too
+    if scheme.changes_nothing:
+        raise ValueError("this scheme changes nothing, so that there is nothing to convert: give another one")
+    try:
+        scheme = scheme.resolve()
+        check_scheme(config.model_type, config, scheme)
+        sequence_length(config, length)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    if standalone:
+        check_standalone(config.model_type, scheme)
+    return scheme
+
+
+def _plan(source: Source, destination: Path, scheme: Scheme) -> tuple[str, int]:
+    """Return the plan of a conversion as text, and the size of its result in bytes."""
+    with torch.device("meta"):
+        config = patched_config(source.config, scheme)
+        model: Any = derived_model(source.model_class)(config)
+    layers, tensors = patched_layers(model), own_tensors(model)
+    norms = [f"{name}.{norm}" for name, layer in layers.items() for norm in head_norms(layer)]
+    added = [name for name in tensors if name.rpartition(".")[0] in norms]
+    count = sum(tensors[name].numel() for name in added)
+    stored = sum(path.stat().st_size for path in source.folder.glob("*.safetensors"))
+    itemsize = getattr(config.dtype, "itemsize", None) or model.dtype.itemsize
+    copied = [str(file) for file in copied_files(source)]
+    size = sum(tensor.numel() for tensor in tensors.values()) * itemsize
+    size += sum((source.folder / file).stat().st_size for file in copied)
+    lines = {
+        "source": f"{source.folder} ({config.base_model_type}, {format_bytes(stored)})",
+        "destination": f"{destination} ({config.model_type}, {format_bytes(size)})",
+        "scheme": str(scheme),
+        "patches": f"{len(layers)} attention layers, {len(norms)} norms",
+        "adds": f"{len(added)} tensors, {count:,} parameters" + (f", first {added[0]}" if added else ""),
+        "copies": ", ".join(copied) or "no other files",
+        "leaves out": ", ".join(other_files(source.folder)) or "nothing",
+    }
+    return "\n".join(f"{title:12}{text}" for title, text in lines.items()), size
+
+
+def _batches(source: Source, data: Any, length: int | None, max_tokens: int) -> Batches:
+    """Return the batches of a calibration. Raises ValueError for ones that the model can't be calibrated on."""
+    if source.config.is_encoder_decoder:
+        require_causal(source.config)
+    with torch.device("meta"):
+        model = source.model_class(copy.deepcopy(source.config))
+    cut = {"batch": SEQUENCES, "length": sequence_length(source.config, length), "max_tokens": max_tokens}
+    labels = predicts_masked(model)
+    batches = list(as_batches(data, partial(load_tokenizer, source.folder), labels=labels, **cut))
+    check_batches(batches, source.config)
+    check_inputs(model, batches)
+    return batches

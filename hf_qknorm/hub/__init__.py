@@ -1,1 +1,0 @@
-"""Model cards, and pushes to the Hub."""

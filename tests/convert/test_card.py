@@ -1,0 +1,131 @@
+"""Model cards state what was measured, and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, patch_model
+from hf_qknorm.convert.card import render_card, write_card
+from hf_qknorm.convert.card_plots import draw_report
+from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
+from qknorm_tests.card_cases import REPORT, checkpoint, edit, front
+from qknorm_tests.covering import covering
+from qknorm_tests.folders import save_with_tokenizer
+from qknorm_tests.tiny import tiny_model
+
+
+@pytest.mark.parametrize(
+    ("scheme", "family", "report"), covering(SCHEMES, ["llama", "gpt2", "gemma2"], [True, False], strength=1)
+)
+def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
+    text = render_card(checkpoint(tmp_path, scheme, family, report))
+    data = front(text)
+    assert data["library_name"] == "transformers"
+    assert data["pipeline_tag"] == "text-generation"
+    assert {"hf_qknorm", family} <= set(data["tags"])
+    assert ("model-index" in data) is report
+    prose = text.partition("\n---\n")[2]
+    assert not re.search(r"\{\{|\{%|None|Undefined|\bnan\b", prose)
+    assert not re.search(r"\n{3}| \n|  +[a-z]", prose)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        ast.parse(block)
+    for part in ("## Use", "## Changes", "## Measurement", "## Limits"):
+        assert part in text
+    resolved = SCHEMES[scheme].resolve()
+    assert ("RMSNorm" in text) is ("rms" in resolved.norms)
+    assert ("LayerNorm" in text) is ("layer" in resolved.norms)
+    assert ("50·tanh(x/50)" in text) is (resolved.softcap == 50)
+    assert ("2010.04245" in text) is (scheme in ("henry", "lp"))
+    assert ("2602.05006" in text) is (scheme == "lp")
+
+
+def test_a_card_tells_how_the_heads_of_latent_attention_are_normed(tmp_path):
+    text = render_card(checkpoint(tmp_path, "qk_norm", "youtu"))
+    assert "The channels with and without rotary embedding are normalised separately" in text
+    assert "before the KV cache" not in text
+    assert "2606.16310" in text
+    assert "2505.09388" not in text
+
+
+def test_a_card_states_that_there_is_no_report(tmp_path):
+    write_card(checkpoint(tmp_path, report=False))
+    text = (tmp_path / "README.md").read_text()
+    assert "These weights have no measurement" in text
+    assert "was not measured" in text
+    assert "|---" not in text
+    assert ".png" not in text
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_the_card_of_a_model_without_a_head(tmp_path):
+    model = patch_model(tiny_model("llama").base_model, "qk_norm")
+    calibrate(model, [torch.randint(3, 64, (2, 20))], method="moments").save(tmp_path / REPORT)
+    model.save_pretrained(tmp_path)
+    text = render_card(tmp_path)
+    assert front(text)["pipeline_tag"] == "feature-extraction"
+    assert "model-index" not in front(text)
+    assert "AutoModel.from_pretrained" in text
+    assert LOSS_PLOT not in text
+    assert draw_report(Calibration.load(tmp_path / REPORT), tmp_path) == [LOGITS_PLOT]
+
+
+def test_names_on_the_hub_are_linked_and_paths_left_out(tmp_path):
+    checkpoint(tmp_path)
+    text = render_card(tmp_path)
+    assert "base_model" not in front(text)
+    edit(tmp_path, base_model="owner/some_llama", dataset="owner/corpus")
+    text = render_card(tmp_path, repo_id="me/converted")
+    data = front(text)
+    assert (data["base_model"], data["base_model_relation"]) == ("owner/some_llama", "finetune")
+    assert data["datasets"] == ["owner/corpus"]
+    assert data["model-index"][0]["name"] == "converted"
+    assert "[owner/some_llama](https://huggingface.co/owner/some_llama)" in text
+    assert 'from_pretrained("me/converted")' in text
+    assert "OWNER/NAME" not in text
+    for private in (str(tmp_path), tmp_path.name, str(Path.home())):
+        assert private not in text
+
+
+def test_the_first_snippet_runs(tmp_path, capsys):
+    save_with_tokenizer(patch_model(tiny_model("llama", vocab_size=300), "qk_norm"), tmp_path)
+    block = re.search(r"```python\n(.*?)```", render_card(tmp_path), re.DOTALL)[1]
+    assert "tokenizer" in block
+    exec(block.replace("OWNER/NAME", str(tmp_path)), {})
+    assert "Once upon a time" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("scheme", "native"), [("qk_norm", "qwen3"), ("soft_cap", "vaultgemma"), ("qk_norm_cap", None)]
+)
+def test_the_export_is_mentioned_if_there_is_one(tmp_path, scheme, native):
+    text = render_card(checkpoint(tmp_path, scheme, report=False))
+    assert (f"makes it a plain {native}, which computes the same" in text) is (native is not None)
+    assert ("hf-qknorm export" in text) is (native is not None)
+
+
+def test_the_export_is_offered_with_the_limits_that_it_has(tmp_path):
+    model = patch_model(tiny_model("llama"), "soft_cap")
+    model.base_model.save_pretrained(tmp_path / "headless")
+    assert "hf-qknorm export" not in render_card(tmp_path / "headless")
+
+
+def test_folders_without_a_patched_checkpoint_are_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config.json is missing"):
+        write_card(tmp_path)
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="holds a plain llama: convert it first"):
+        write_card(tmp_path)
+    with pytest.raises(ValueError, match="expected a name on the Hub"):
+        write_card(checkpoint(tmp_path, report=False), repo_id='x") import os #')
+    edit(checkpoint(tmp_path), scheme=Scheme(softcap=3.0))
+    with pytest.raises(ValueError, match=f"{REPORT} has the scheme softcap=3.0"):
+        write_card(tmp_path)
+    (tmp_path / REPORT).write_text("{}")
+    with pytest.raises(ValueError, match=f"{REPORT}: report.format is missing"):
+        write_card(tmp_path)
+    assert not (tmp_path / "README.md").exists()

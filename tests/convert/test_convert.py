@@ -1,0 +1,226 @@
+"""Converting a checkpoint gives the same model as patching it in memory, also where layers stay in files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import ChainMap
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, checkpoint, convert_checkpoint, patch_model
+from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.model.placement import is_offloaded
+from qknorm_tests.folders import contents, edit, loaded, logits, save, save_with_tokenizer
+from qknorm_tests.kneed import eps_of
+from qknorm_tests.slow import slow_but
+from qknorm_tests.tables import PAIRS, make_batch, sharp_model, swept, trained_like
+from qknorm_tests.tiny import tiny_model
+
+TEXTS = ["to be, or not to be: that is the question. " * 12]
+BATCHES = [{"input_ids": torch.randint(3, 60, (4, 24), generator=torch.Generator().manual_seed(i))} for i in range(3)]
+FEW = ("arcee", "gpt_neox", "jamba", "zamba")  # transformers renames, joins and shares the tensors of the last three
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "any_type" in metafunc.fixturenames:
+        metafunc.parametrize("any_type", slow_but(FEW, swept(metafunc.config)))
+
+
+@pytest.mark.parametrize(("model_type", "preset"), [(t, name) for t, name in PAIRS if name != "none"])
+def test_a_conversion_equals_patching(model_type, preset, tmp_path):
+    model = trained_like(model_type, biases=SCHEMES[preset].pre_norm)
+    folder = save(model, tmp_path / "source")
+    before = contents(folder)
+    assert convert_checkpoint(folder, tmp_path / "out", preset) is None
+    converted = loaded(tmp_path / "out")
+    assert torch.equal(logits(converted), logits(patch_model(model, preset, attn_implementation="hf_qknorm")))
+    assert converted.config.scheme == model.config.scheme
+    assert converted.config.architectures == [type(model).__name__]
+    assert contents(folder) == before
+    assert sorted(os.listdir(tmp_path)) == ["out", "source"]
+
+
+def test_a_cap_is_put_on_each_family(any_type, tmp_path):
+    model = sharp_model(any_type)
+    # Without the stand-alone code, which takes a second of each family; tests/standalone has it.
+    convert_checkpoint(save(model, tmp_path / "source"), tmp_path / "out", "soft_cap", standalone=False)
+    tokens = make_batch("plain")["input_ids"]
+    with torch.no_grad():
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")(tokens).logits
+        assert torch.equal(found, patch_model(model, "soft_cap").eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("auto", ["AutoModel", "AutoModelForSequenceClassification"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox"])
+def test_other_heads_and_bare_models(auto, model_type, tmp_path):
+    model = getattr(transformers, auto).from_config(sharp_model(model_type).config).eval()
+    convert_checkpoint(save(model, tmp_path / "source"), tmp_path / "out", "qk_norm")
+    converted = getattr(transformers, auto).from_pretrained(tmp_path / "out")
+    batch = make_batch("left", labels=False)
+    assert torch.equal(converted(**batch)[0], patch_model(model, "qk_norm")(**batch)[0])
+
+
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_gpt2_keys_with_and_without_their_prefix(prefix, tmp_path):
+    """The Hub's GPT-2 is stored as its base model, under a config that names the language model."""
+    model = sharp_model("gpt2")
+    folder = save(model, tmp_path / "source")
+
+    def rename(tensors):
+        for name in list(tensors):
+            tensors[f"{prefix}{name.removeprefix('transformer.')}"] = tensors.pop(name)
+
+    edit(folder, rename)
+    convert_checkpoint(folder, tmp_path / "out", "qk_norm_cap")
+    assert torch.equal(logits(loaded(tmp_path / "out")), logits(patch_model(model, "qk_norm_cap")))
+
+
+def test_a_checkpoint_in_16_bits_stays_one(tmp_path):
+    folder = save(sharp_model("llama").bfloat16(), tmp_path / "source")
+    convert_checkpoint(folder, tmp_path / "out", Scheme(q="rms", k="rms", gain="per_head", bias=True))
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert {value.dtype for value in after.values()} == {torch.bfloat16}
+    assert len(after) == len(before) + 2 * 4
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_which_files_are_copied(llama, tmp_path, capsys):
+    (llama / "checkpoint-5").mkdir()
+    convert_checkpoint(llama, tmp_path / "out", dry_run=True)
+    plan = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.replace("leaves out", "leaves").splitlines())
+    assert plan["patches"] == "2 attention layers, 4 norms"
+    assert plan["adds"] == "4 tensors, 64 parameters, first model.layers.0.self_attn.q_norm.weight"
+    assert plan["destination"].startswith(f"{tmp_path / 'out'} (qknorm_llama, ")
+    assert {"checkpoint-5/", "pytorch_model.bin", "training_args.bin"} < set(plan["leaves"].split(", "))
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+    convert_checkpoint(llama, tmp_path / "out")
+    there = set(contents(tmp_path / "out"))
+    assert set(plan["copies"].split(", ")) < there
+    assert {"LICENSE", "README.md", "chat_template.jinja", "additional_chat_templates/tool.jinja"} <= there
+    assert not there & {"pytorch_model.bin", ".gitattributes", "training_args.bin"}
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer("to be")["input_ids"]) == "to be"
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("model_type", "preset", "options"),
+    [
+        ("llama", "qk_norm_cap", {"method": "moments"}),
+        ("llama", "qk_norm", {"knee": 2}),
+        ("llama", "qk_norm", {}),
+        ("gpt2", "qk_norm_cap", {"method": "ones", "knee": 1}),
+        ("gpt2", "qkv_norm", {"method": "moments"}),
+    ],
+)
+def test_a_calibrated_conversion(model_type, preset, options, tmp_path):
+    folder = save_with_tokenizer(trained_like(model_type, vocab_size=300).bfloat16(), tmp_path / "source")
+    report = convert_checkpoint(folder, tmp_path / "out", preset, data=TEXTS, **options)
+    expected = patch_model(AutoModelForCausalLM.from_pretrained(folder), preset)
+    again = calibrate(expected, TEXTS, tokenizer=byte_tokenizer(), **options)
+    assert report.loss == pytest.approx(again.loss, abs=1e-5)
+    converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert converted.config.scheme == expected.config.scheme == report.scheme
+    state = expected.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
+    assert {name: float(eps) for name, eps in eps_of(converted).items()} == {
+        name: float(eps) for name, eps in eps_of(expected).items()
+    }
+    saved = json.loads((tmp_path / "out" / "qk_norm_report.json").read_text())
+    assert Calibration.from_dict(saved) == report
+
+
+@pytest.mark.parametrize("data", [None, BATCHES], ids=["fresh", "calibrated"])
+@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}], ids=["", "tied"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
+def test_layers_in_files_give_the_same_bits(model_type, settings, data, tmp_path, monkeypatch):
+    source = save(tiny_model(model_type, **settings), tmp_path / "source")
+    placed = []
+    load = checkpoint._load
+    monkeypatch.setattr(
+        checkpoint, "_load", lambda *rest, **options: placed.append(load(*rest, **options)) or placed[-1]
+    )
+    whole = convert_checkpoint(source, tmp_path / "whole", data=data)
+    assert not is_offloaded(placed[-1])
+    report = convert_checkpoint(source, tmp_path / "out", data=data, max_memory=60_000)
+    assert is_offloaded(placed[-1])
+    files = {name: sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "out")}
+    assert max(path.stat().st_size for path in files["out"]) < max(path.stat().st_size for path in files["whole"])
+    first, second = (ChainMap(*map(load_file, found)) for found in files.values())
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert report == whole
+    assert sorted(os.listdir(tmp_path)) == ["out", "source", "whole"]
+
+
+def test_norms_are_not_folded_into_weights_in_files(tmp_path):
+    source = save(tiny_model("llama"), tmp_path / "source")
+    with pytest.raises(ValueError, match="pre_norm=False folds a norm into weights that are not in memory"):
+        convert_checkpoint(source, tmp_path / "out", "qkv_norm", max_memory=60_000)
+    assert sorted(os.listdir(tmp_path)) == ["source"]
+
+
+@pytest.mark.parametrize("size", ["", "much", "-1GB", "8 cats", "1e9"], ids=repr)
+def test_a_limit_that_is_no_size(size, tmp_path):
+    source = save(tiny_model("llama"), tmp_path / "source")
+    with pytest.raises(
+        ValueError, match=r'max_memory=.* is no size of memory: expected bytes, or a text such as "8GB"'
+    ):
+        convert_checkpoint(source, tmp_path / "out", max_memory=size)
+
+
+def test_hub_names(llama, tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        checkpoint, "snapshot_download", lambda name, **options: asked.update({name: options}) or str(llama)
+    )
+    convert_checkpoint("owner/name", tmp_path / "out")
+    assert "*.bin" not in asked["owner/name"]["allow_patterns"]
+    assert "*.safetensors" in asked["owner/name"]["allow_patterns"]
+
+
+def test_a_snapshot_of_the_hubs_cache_links_to_its_blobs(tmp_path):
+    cache = tmp_path / "models--owner--name"
+    source = save_with_tokenizer(tiny_model("llama", vocab_size=300), cache / "snapshots" / "abc")
+    (cache / "blobs").mkdir()
+    for path in [*source.iterdir()]:
+        path.rename(cache / "blobs" / path.name)
+        path.symlink_to(Path("../../blobs") / path.name)
+    convert_checkpoint(source, tmp_path / "out")
+    assert not [path for path in (tmp_path / "out").iterdir() if path.is_symlink()]
+
+
+def test_a_card_names_the_model_that_was_converted(llama, tmp_path, monkeypatch):
+    """Without a report too: the source's own card names the source's base model."""
+    (llama / "README.md").write_text("---\nbase_model: owner/ancestor\n---\n# Theirs\n")
+    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **options: str(llama))
+    convert_checkpoint("owner/name", tmp_path / "out", "soft_cap")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "base_model: owner/name\n" in card
+    assert "[owner/name](https://huggingface.co/owner/name) with a logit cap" in card
+    assert "ancestor" not in card
+
+
+def test_a_tied_head_may_be_stored_or_not(tmp_path):
+    model = sharp_model("llama", tie_word_embeddings=True)
+    source = save(model, tmp_path / "source")
+    assert "lm_head.weight" not in load_file(source / "model.safetensors")
+    convert_checkpoint(source, tmp_path / "absent", "qk_norm")
+    edit(source, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    convert_checkpoint(source, tmp_path / "there", "qk_norm")
+    expected = logits(patch_model(model, "qk_norm", attn_implementation="hf_qknorm"))
+    for name in ("absent", "there"):
+        assert torch.equal(logits(loaded(tmp_path / name)), expected)
+
+
+def test_old_buffers_are_ignored(tmp_path):
+    source = save(sharp_model("gpt2"), tmp_path / "source")
+    edit(source, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}))
+    convert_checkpoint(source, tmp_path / "out", "qk_norm")
+    assert "transformer.h.0.attn.bias" not in load_file(tmp_path / "out" / "model.safetensors")

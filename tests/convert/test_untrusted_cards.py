@@ -1,0 +1,81 @@
+"""Fields of the base model's card are inherited as data, and all text in a card is escaped."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from hf_qknorm.convert.card import render_card, write_card
+from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
+from qknorm_tests.card_cases import checkpoint, edit, front
+
+
+def test_fields_of_the_base_models_card_are_inherited(tmp_path):
+    checkpoint(tmp_path)
+    edit(tmp_path, dataset="owner/corpus")
+    (tmp_path / "README.md").write_text(
+        "---\nlicense: other\nlicense_name: some-licence\nlicense_link: https://example.com/a?b=1\n"
+        "language:\n- en\n- no\ndatasets: owner/first\ntags: [chat]\nbase_model: owner/ancestor\n"
+        "pipeline_tag: x\n---\n# Their text\n"
+    )
+    write_card(tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    data = front(text)
+    assert data["license"] == "other"
+    assert (data["license_name"], data["license_link"]) == ("some-licence", "https://example.com/a?b=1")
+    assert data["language"] == ["en", "no"]
+    assert data["datasets"] == ["owner/first", "owner/corpus"]
+    assert data["base_model"] == "owner/ancestor"
+    assert "chat" not in data["tags"]
+    assert "Their text" not in text
+    write_card(tmp_path)
+    assert (tmp_path / "README.md").read_text() == text  # the generated card has the same fields
+
+
+HOSTILE = "<script>alert(1)</script> | `a` **b** {{ 7 * 7 }} {% raw %} [x](javascript:y) # $z$"
+
+
+def test_untrusted_text_is_data(tmp_path):
+    checkpoint(tmp_path, report=False)
+    hostile = {"license": HOSTILE, "language": [HOSTILE, "--- x"], "datasets": ["{{ a }}", "- b: c"]}
+    (tmp_path / "README.md").write_text(f"---\n{json.dumps(hostile)}\n---\n")
+    text = render_card(tmp_path)
+    assert {key: front(text)[key] for key in hostile} == hostile
+    assert HOSTILE not in text.partition("\n---\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("matter", "message"),
+    [
+        ("license: [mit", "the front matter of README.md is left out"),
+        ("license: !!python/object/apply:os.system ['true']", "the front matter of README.md is left out"),
+        ("license: " + "[" * 5000, "the front matter of README.md is left out"),
+        ("- a\n- b", "the front matter of README.md is left out"),
+        ("license: {mit: 1}", "license of README.md is left out"),
+        ('license: "mit\\n---\\nbase_model: x"', "license of README.md is left out"),
+        ('language: ["en\\u202e"]', "language of README.md is left out"),
+        ("language: [" + "en, " * 1000 + "]", "language of README.md is left out"),
+        ("license: " + "m" * 1000, "license of README.md is left out"),
+        ("base_model: ../../etc/passwd", "base_model of README.md is left out"),
+    ],
+)
+def test_front_matter_that_is_not_plain_is_left_out(tmp_path, matter, message, caplog):
+    checkpoint(tmp_path, report=False)
+    (tmp_path / "README.md").write_text(f"---\n{matter}\n---\n# Text\n")
+    assert write_card(tmp_path) == (tmp_path / "README.md", tmp_path / "README.original.md")
+    assert message in caplog.text
+    assert not {"license", "language", "base_model"} & {*front((tmp_path / "README.md").read_text())}
+    assert "# Text" in (tmp_path / "README.original.md").read_text()
+
+
+def test_links_in_the_folder_are_replaced_not_followed(tmp_path):
+    (tmp_path / "model").mkdir()
+    folder = checkpoint(tmp_path / "model")
+    for name in ("README.md", LOSS_PLOT, LOGITS_PLOT):
+        (tmp_path / f"precious-{name}").write_text("precious")
+        (folder / name).symlink_to(tmp_path / f"precious-{name}")
+    write_card(folder)
+    assert all(path.read_text() == "precious" for path in tmp_path.glob("precious*"))
+    assert "## Use" in (folder / "README.md").read_text()
+    assert not [path for path in folder.iterdir() if path.is_symlink()]

@@ -1,0 +1,102 @@
+"""Checkpoints that others made are loaded whole, from safetensors alone, without running code of theirs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from hf_qknorm import patch_model
+from hf_qknorm.checkpoint import load_causal, load_model, load_tokenizer, open_source
+from hf_qknorm.inspection.inspect import inspect_checkpoint
+from hf_qknorm.measure import measured_checkpoint
+from hf_qknorm.model.placement import check_finite, is_offloaded, placement
+from qknorm_tests.folders import configure, save_with_tokenizer
+from qknorm_tests.tables import sharp_model
+from qknorm_tests.tiny import tiny_model
+
+
+def test_a_model_is_loaded_in_the_dtype_of_its_config(tmp_path):
+    tiny_model("llama").bfloat16().save_pretrained(tmp_path, max_shard_size="60KB")
+    source = open_source(tmp_path)
+    assert source.model_class is transformers.LlamaForCausalLM
+    assert load_model(source).dtype == torch.bfloat16
+    model = load_causal(source, dtype=torch.float32)
+    assert model.dtype == torch.float32
+    assert model.name_or_path == str(tmp_path)
+
+
+def test_a_patched_checkpoint_is_loaded_as_its_derived_class(tmp_path):
+    patch_model(tiny_model("llama"), "qk_norm").save_pretrained(tmp_path)
+    assert type(load_causal(open_source(tmp_path))).__name__ == "QKNormLlamaForCausalLM"
+
+
+def test_weights_that_are_missing_are_not_made_up(tmp_path):
+    tiny_model("llama").base_model.save_pretrained(tmp_path)
+    source = open_source(tmp_path)
+    with pytest.raises(
+        ValueError, match=r"no weights for lm_head.weight, which config.json asks for \(AutoModelForCau"
+    ):
+        load_causal(source)
+
+
+def test_a_quantised_checkpoint_is_opened(tmp_path):
+    """Its quantiser decides on the tensors."""
+    tiny_model("llama").save_pretrained(tmp_path)
+    configure(tmp_path, quantization_config={"quant_method": "fp8"}, num_hidden_layers=5)
+    assert open_source(tmp_path).is_quantised
+
+
+@pytest.mark.parametrize("patched", [False, True], ids=["plain", "patched"])
+@pytest.mark.parametrize("head", ["SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_models_that_predict_no_tokens_are_refused(head, patched, tmp_path):
+    model = getattr(transformers, f"LlamaFor{head}")(tiny_model("llama").config)
+    (patch_model(model, "qk_norm") if patched else model).save_pretrained(tmp_path)
+    message = rf"config.json: the checkpoint is a {'QKNorm' if patched else ''}LlamaFor{head}, which predicts no tokens"
+    with pytest.raises(ValueError, match=message):
+        load_causal(open_source(tmp_path))
+
+
+def test_the_whole_message_of_a_tokenizer_that_is_missing_is_kept(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises((ValueError, OSError), match=r"no tokenizer can be loaded: .* one of: \(1\) .*\(3\)") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_tokenizer_of_strange_code_is_refused_in_a_line(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}})
+    )
+    (tmp_path / "evil.py").write_text("raise SystemExit('it was run')")
+    with pytest.raises((ValueError, OSError), match="no tokenizer can be loaded") as error:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("limit", [60_000, "60KB", "60000", {"cpu": "60KB"}], ids=repr)
+def test_layers_beyond_a_limit_stay_in_files(limit, tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path / "model")
+    source = open_source(tmp_path / "model")
+    assert placement(source.folder, None, tmp_path / "offload") == {}
+    whole = load_model(source).eval()
+    model = load_model(source, **placement(source.folder, limit, tmp_path / "offload")).eval()
+    assert is_offloaded(model)
+    assert not is_offloaded(whole)
+    check_finite(model, source.folder)
+    ids = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, whole(ids).logits)
+
+
+def test_an_inspection_of_layers_in_files(tmp_path, monkeypatch):
+    folder = save_with_tokenizer(sharp_model("llama", vocab_size=300), tmp_path / "source", max_shard_size="60KB")
+    text = tmp_path / "text.txt"
+    text.write_text("to be, or not to be: that is the question. " * 20)
+    whole = inspect_checkpoint(str(folder), texts=str(text), tokens=512)
+    monkeypatch.setattr(measured_checkpoint, "placement", lambda place, _, offload: placement(place, 60_000, offload))
+    streamed = inspect_checkpoint(str(folder), texts=str(text), tokens=512)
+    assert streamed.base.loss == whole.base.loss
+    assert streamed.advice.scheme == whole.advice.scheme
