@@ -21,11 +21,11 @@ Importing the package registers its attention functions, its masks and the class
 From then on, transformers' classes for plain models refuse patched checkpoints. `hf_qknorm/hooks` has all such changes.
 """
 
+import sys
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_qknorm.families import FAMILIES
-from hf_qknorm.hooks.table import install_hooks
 from hf_qknorm.scheme import SCHEMES, Scheme
 from hf_qknorm.version import __version__
 
@@ -35,6 +35,7 @@ _LATE = {
     "convert.convert": ("convert_checkpoint",),
     "inspection.inspect": ("inspect_model",),
     "inspection.report": ("Inspection",),
+    "families": ("FAMILIES",),
     "export.native": ("NativeExport", "export_native"),
     "convert.push": ("push_to_hub",),
     "model.adapters": ("peft_modules_to_save",),
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from hf_qknorm.convert.convert import convert_checkpoint
     from hf_qknorm.convert.push import push_to_hub
     from hf_qknorm.export.native import NativeExport, export_native
+    from hf_qknorm.families import FAMILIES
     from hf_qknorm.inspection.inspect import inspect_model
     from hf_qknorm.inspection.report import Inspection
     from hf_qknorm.measure.logit_statistics import LogitStatistics, logit_statistics
@@ -90,4 +92,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-install_hooks()
+def install_hooks() -> None:
+    """Register attention functions and classes with transformers, and make the other changes of `hf_qknorm/hooks`."""
+    import_module(f"{__name__}.hooks.table").install_hooks()
+
+
+if Path(sys.argv[0]).stem != "hf-qknorm":  # the command's help needs no torch: its commands call it
+    install_hooks()

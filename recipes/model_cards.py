@@ -17,16 +17,16 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from hf_qknorm import SCHEMES, convert_checkpoint
-from hf_qknorm.files.names import CARD, LOGITS_PLOT, LOSS_PLOT, REPORT
+from hf_qknorm.files.names import CARD, PLOT, REPORT
 
 
 def make_card(checkpoint: Path, scheme: str, text: str, tokens: int, out: Path) -> None:
-    """Convert a checkpoint in a temporary folder, and keep its card, plots and report in `out`."""
+    """Convert a checkpoint in a temporary folder, and keep its card, plot and report in `out`."""
     with TemporaryDirectory() as temporary:
         converted = Path(temporary) / "converted"
         print(convert_checkpoint(checkpoint, converted, scheme, data=text, max_tokens=tokens), flush=True)
         out.mkdir(parents=True, exist_ok=True)
-        for name in (CARD, REPORT, LOSS_PLOT, LOGITS_PLOT):
+        for name in (CARD, REPORT, PLOT):
             shutil.copyfile(converted / name, out / name)
     print(f"written: {out}", flush=True)
 

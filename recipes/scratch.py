@@ -20,7 +20,7 @@ from text_trainer import Text, TextOptions, add_loss, make_trainer, parse, print
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import QKClip, QuacK, Scheme, patch_model
-from hf_qknorm.demo.training import byte_tokenizer, small_llama
+from hf_qknorm.small_model import byte_tokenizer, small_llama
 
 
 @dataclass

@@ -19,8 +19,8 @@ from transformers import (
 
 from hf_qknorm import LogitMonitor
 from hf_qknorm.calibration.options import METHODS
-from hf_qknorm.demo.training import byte_tokenizer, small_llama, train
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
+from hf_qknorm.small_model import byte_tokenizer, small_llama, train
 
 HELD_OUT = 0.1  # the share of the text at its end
 HELD_OUT_ROWS = 48  # held-out rows to evaluate on
@@ -123,7 +123,7 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
     text = Text(options, tokenizer)
     print_once(arguments, f"training a small Llama first, for {options.base_steps} steps (or give --checkpoint)")
     batches = text.batches(options.base_steps, arguments.per_device_train_batch_size, arguments.seed)
-    train(model, batches, rate=2e-3, warmup=20, decay=True, desc="training a small Llama")
+    train(model, batches, rate=2e-3, warmup=20, decay=True)
     return model, tokenizer, text
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, Scheme, cli, patch_model
-from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
@@ -45,7 +45,7 @@ def test_convert(tmp_path, capsys):
         "exists and is not empty: give another destination, or overwrite=True (--overwrite)" in capsys.readouterr().err
     )
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    options = ["--data", str(tmp_path / "corpus.txt"), "--method", "moments", "--overwrite", "--length", "48"]
+    options = ["--data", str(tmp_path / "corpus.txt"), "--knee", "4", "--overwrite", "--length", "48"]
     scheme = ["--scheme", '{"q": "rms", "k": "rms", "gain": "per_head"}']
     assert cli.main(["convert", source, str(out), *options, *scheme]) == 0
     text = capsys.readouterr().out
@@ -64,7 +64,7 @@ def test_inspect_prints_and_draws(tmp_path, capsys, monkeypatch):
     tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained("model")
     tokenizer.save_pretrained("model")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    assert cli.main(["inspect", "model", "--texts", "text.txt", "--tokens", "512", "--cap", "30"]) == 0
+    assert cli.main(["inspect", "model", "--data", "text.txt", "--max-tokens", "512", "--cap", "30"]) == 0
     printed = capsys.readouterr().out
     for line in (
         "model: llama, 2 layers of 4 heads",
@@ -76,9 +76,8 @@ def test_inspect_prints_and_draws(tmp_path, capsys, monkeypatch):
         assert line in printed
     out = tmp_path / "qknorm-inspect"
     assert json.loads((out / "inspect.json").read_text())["tokens"] == 512
-    assert (out / "heatmap.png").read_bytes().startswith(b"\x89PNG")
-    assert (out / "knees.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(path.name for path in out.iterdir()) == ["heatmap.png", "inspect.json", "knees.png"]
+    assert (out / "inspect.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in out.iterdir()) == ["inspect.json", "inspect.png"]
 
 
 def test_monitor_draws_a_log(tmp_path, capsys):

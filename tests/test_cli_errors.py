@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -10,9 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
-from hf_qknorm import cli, commands, patch_model
-from hf_qknorm.demo import run as demo_run
-from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm import cli, patch_model
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 TEXT = "the quick brown fox jumps over the lazy dog. " * 20
@@ -56,8 +56,6 @@ def places(tmp_path_factory) -> Path:
 
 
 NOWHERE = "no such file or folder: ./nowhere.txt"
-WHOLE = "expected a whole number from 1 to 1000000000000, got"
-JSON = '{"q": "rms", "k": "rms"}; this JSON breaks at character '
 LONG = "x" * 300
 COMMON = [  # what every command that takes a checkpoint refuses as one
     ("./nowhere", "./nowhere is no folder"),
@@ -68,11 +66,13 @@ COMMON = [  # what every command that takes a checkpoint refuses as one
     ("", "is empty, which would mean the working directory"),
 ]
 NO_SOURCE = "the text's source is empty, which would mean the working directory"
-CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--method": "ones", "--max-tokens": "9"}
+CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--length": "64"}
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
     (["demo", "--data", ""], NO_SOURCE),
     (["demo", "--data", "EMPTY"], "EMPTY: no text in it"),
+    (["convert", "MODEL", "out", "--data", "TEXT.txt", "--max-loss-increase", "nan"], "max_loss_increase=nan is no"),
+    (["convert", "MODEL", "out", "--data", "TEXT.txt", "--max-memory", "much"], "is no size of memory"),
     (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8: it holds null bytes"),
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),
     (["demo", "--data", "FILE"], "need more than 257 tokens for sequences of 256, got"),
@@ -87,19 +87,17 @@ ERRORS = [
     (["demo", "--checkpoint", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
     (["demo", "--checkpoint", "BERT"], "bert has bidirectional attention"),
     (["demo", "--data", "TEXT.txt", "--checkpoint", "NO-TOKENIZER"], "NO-TOKENIZER: no tokenizer can be loaded"),
-    (["demo", "--checkpoint", "PATCHED"], "PATCHED is converted already (q=rms, k=rms): give the original checkpoint"),
+    (["demo", "--checkpoint", "PATCHED"], "PATCHED is converted already: give the original checkpoint"),
     *((["convert", name, "out"], message) for name, message in COMMON),
     (["convert", "PICKLE", "out"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
     (["convert", "MODEL", "FILE"], "FILE is a file or a link"),
-    (["convert", "MODEL", "out", "--private"], "--private goes with --push REPO"),
-    (["convert", "./nowhere", "out", "--push", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
-    (["convert", "./nowhere", "out", "--data", "./nowhere.txt"], NOWHERE),
-    (["convert", "./nowhere", "out", "--data", "EMPTY"], "EMPTY: no text in it"),
-    (["convert", "./nowhere", "out", "--data", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
+    (["convert", "MODEL", "out", "--data", "./nowhere.txt"], NOWHERE),
+    (["convert", "MODEL", "out", "--data", "EMPTY"], "EMPTY: no text in it"),
+    (["convert", "MODEL", "out", "--data", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
     *(
         (
             ["convert", "./nowhere", "out", option, value],
-            f"{option[2:].replace('-', '_')} is for a calibration, on text: pass data= (--data TEXT) as well",
+            f"{option} is for a measurement: give --data TEXT as well",
         )
         for option, value in CALIBRATING.items()
     ),
@@ -120,16 +118,16 @@ ERRORS = [
     (["convert", "SMALL", "out", "--data", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
     (["convert", "MODEL", "out", "--data", ""], NO_SOURCE),
     *((["inspect", name], message) for name, message in COMMON),
-    (["inspect", "./nowhere", "--texts", "./nowhere.txt"], NOWHERE),
-    (["inspect", "./nowhere", "--texts", ""], NO_SOURCE),
-    (["inspect", "./nowhere", "--texts", "BINARY"], "BINARY is no text in UTF-8"),
+    (["inspect", "./nowhere", "--data", "./nowhere.txt"], NOWHERE),
+    (["inspect", "./nowhere", "--data", ""], NO_SOURCE),
+    (["inspect", "./nowhere", "--data", "BINARY"], "BINARY is no text in UTF-8"),
     (["inspect", "nowhere"], "nowhere is no folder here, and the download from the Hub failed"),
-    (["inspect", "MODEL", "--texts", "FILE"], "gives 0 tokens to predict, expected at least 16"),
+    (["inspect", "MODEL", "--data", "FILE"], "gives 0 tokens to predict, expected at least 16"),
     (
-        ["inspect", "MODEL", "--tokens", "1"],
+        ["inspect", "MODEL", "--max-tokens", "1"],
         "gives 0 tokens to predict, expected at least 16: give more text, or a larger",
     ),
-    (["inspect", "SMALL", "--texts", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
+    (["inspect", "SMALL", "--data", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
     (["inspect", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
     (["inspect", "BERT"], "bert has bidirectional attention"),
     (["inspect", "./nowhere", "--out", "FILE"], "FILE is a file: give a folder"),
@@ -138,13 +136,13 @@ ERRORS = [
     (["monitor", "./nowhere.jsonl"], "no such file: ./nowhere.jsonl"),
     (["monitor", "EMPTY"], "EMPTY: the log holds no sample yet"),
     (["monitor", "FOLDER"], "FOLDER: Is a directory"),
-    (["monitor", "BINARY"], "BINARY, line 1: no JSON"),
+    (["monitor", "BINARY"], "BINARY, line 1: sample: Invalid JSON"),
     (["monitor", "TEXT.txt"], "TEXT.txt: the log holds no sample yet"),
     (["monitor", "./nowhere.jsonl", "--out", "FOLDER"], "FOLDER is a folder, and a file is to be written there"),
     (["monitor", "./nowhere.jsonl", "--out", "FILE/x.png"], "FILE is a file: give a folder"),
     *((["export", name, "out"], "") for name, _ in COMMON),
     (["export", "NULL", "out"], "NULL/config.json can't be read (TypeError"),
-    (["inspect", "LISTED", "--texts", "TEXT.txt"], "LISTED/generation_config.json can't be read (TypeError"),
+    (["inspect", "LISTED", "--data", "TEXT.txt"], "LISTED/generation_config.json can't be read (TypeError"),
     (["convert", "LISTED", "out"], "LISTED/generation_config.json can't be read (TypeError"),
     (["export", "MODEL", "out"], "MODEL is a plain llama, not a patched model"),
     (["export", "PATCHED", "FILE"], "FILE is a file or a link"),
@@ -152,10 +150,10 @@ ERRORS = [
     (["card", "FILE"], "FILE is a file: give a folder"),
     (["card", "FOLDER"], "FOLDER/config.json is missing"),
     (["card", "MODEL"], "MODEL holds a plain llama: convert it first"),
-    (["card", "PATCHED", "--length", "64"], "--length is for a measurement: give --texts TEXT as well"),
+    (["card", "PATCHED", "--length", "64"], "--length is for a measurement: give --data TEXT as well"),
     (["card", "PATCHED", "--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
-    (["card", "PATCHED", "--texts", ""], NO_SOURCE),
-    (["export", "PATCHED", "out", "--texts", ""], NO_SOURCE),
+    (["card", "PATCHED", "--data", ""], NO_SOURCE),
+    (["export", "PATCHED", "out", "--data", ""], NO_SOURCE),
     (["push", "PATCHED", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
     (["push", "PATCHED", "me/tiny"], "HF_HUB_OFFLINE is set"),
     (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),
@@ -164,50 +162,33 @@ ERRORS = [
     (["push", "BROKEN", "me/tiny"], "model.safetensors is truncated or corrupted"),
 ]
 USAGE = [
-    ([], "the following arguments are required: COMMAND"),
-    (["patch"], "argument COMMAND: invalid choice: 'patch'"),
-    (["schemes", "more"], "unrecognized arguments: more"),
-    (["inspect"], "the following arguments are required: CKPT"),
-    (["push", "x"], "the following arguments are required: REPO"),
-    (["demo", "--scheme", "none"], "argument --scheme: invalid choice: 'none'"),
-    *((["demo", "--steps", text], f"argument --steps: {WHOLE} {text!r}") for text in ("0", "-1", "abc", "1.5", "")),
-    (["demo", "--base-steps", "9" * 5000], f"argument --base-steps: {WHOLE} '999"),
+    ([], "Missing command. (see hf-qknorm --help)"),
+    (["patch"], "No such command 'patch'"),
+    (["schemes", "more"], "unexpected extra argument"),
+    (["inspect"], "Missing argument 'CKPT'"),
+    (["push", "x"], "Missing argument 'REPO'"),
+    (["inspect", "x", "--texts", "y"], "No such option: --texts"),
+    *((["demo", "--steps", text], "Invalid value for '--steps'") for text in ("0", "-1", "abc", "1.5", "")),
+    (["demo", "--base-steps", "9" * 5000], "Invalid value for '--base-steps'"),
+    *((["demo", "--rate", text], "Invalid value for '--rate'") for text in ("nan", "0", "-1", "fast")),
+    (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
     *(
-        (["demo", "--rate", text], f"argument --rate: expected a finite number > 0, got {text!r}")
-        for text in ("nan", "inf", "0", "-1", "fast")
+        (["inspect", "x", "--cap", text], "Invalid value for '--cap'")
+        for text in ("nan", "inf", "0", "-1", "", "1e300")
     ),
-    (["demo", "--seed", "-1"], "argument --seed: expected a whole number from 0 to 4294967295, got '-1'"),
-    *((["inspect", "x", "--tokens", text], f"argument --tokens: {WHOLE} {text!r}") for text in ("0", "abc", "10e3")),
-    *(
-        (["inspect", "x", "--cap", text], f"argument --cap: expected a number from 1e-6 to 1e6, got {text!r}")
-        for text in ("nan", "inf", "0", "-1", "", "1e300", "1e-300")
-    ),
-    *(
-        (["convert", "x", "y", f"--max-loss-increase={text}"], f"expected a finite number, got {text!r}")
-        for text in ("nan", "inf", "-inf", "little")
-    ),
-    *(
-        (["convert", "x", "y", f"--knee={text}"], f'argument --knee: expected a number ≥ 0, or "auto", got {text!r}')
-        for text in ("nan", "inf", "-1", "much", "")
-    ),
-    (["convert", "x", "y", "--method", "fit"], "--method: unknown method 'fit': expected one of ones, moments"),
+    *((["convert", "x", "y", "--knee", text], "Invalid value for '--knee'") for text in ("nan", "-1")),
     (["convert", "x", "y", "--scheme", "QK_NORM"], "unknown scheme 'QK_NORM', did you mean 'qk_norm'? Presets: none"),
-    (["convert", "x", "y", "--scheme", '{"q": rms}'], f"{JSON}7, 'rms}}': Expecting value"),
-    (["convert", "x", "y", "--scheme", '{"q": "rms"'], f"{JSON}12, its end: Expecting ',' delimiter"),
-    (["convert", "x", "y", "--scheme", "{'q': 'rms'}"], f"{JSON}2, "),
-    (["convert", "x", "y", "--scheme", '{"q": "RMS"}'], "argument --scheme: Scheme(q='RMS') is not possible: expected"),
-    (["convert", "x", "y", "--scheme", '{"cap": 50}'], "argument --scheme: unknown scheme field 'cap'"),
-    (["convert", "x", "y", "--scheme", '{"softcap": NaN}'], "argument --scheme: Scheme(softcap=nan) is not possible"),
-    (["convert", "x", "y", "--scheme", '{"q":' * 100_000], "nested too deeply"),
-]  # fmt: skip
+    (["convert", "x", "y", "--scheme", '{"q": rms}'], "Expecting value: line 1 column 7"),
+    (["convert", "x", "y", "--scheme", '{"q": "RMS"}'], "Scheme(q='RMS') is not possible: expected"),
+    (["convert", "x", "y", "--scheme", '{"cap": 50}'], "unknown scheme field 'cap'"),
+    (["convert", "x", "y", "--scheme", '{"softcap": NaN}'], "Scheme(softcap=nan) is not possible"),
+    (["convert", "x", "y", "--scheme", '{"q":' * 100_000], "or JSON as"),
+]
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """The exit status, and the single line on stderr."""
-    try:
-        status = cli.main(arguments)
-    except SystemExit as stop:
-        status = int(str(stop.code))
+    status = cli.main(arguments)
     error = capsys.readouterr().err
     assert error.startswith("hf-qknorm: ")
     assert error.endswith("\n")
@@ -225,7 +206,7 @@ def test_errors_that_a_user_can_fix_are_one_line(places, capsys, monkeypatch, ar
         raise AssertionError("the error comes too late")
 
     monkeypatch.chdir(places)
-    monkeypatch.setattr(demo_run, "train", computed)
+    monkeypatch.setattr("hf_qknorm.demo.train", computed)
     if message.startswith(("EMPTY", "BINARY", "gives 0", "the model has", "no such", "FILE is a file")):
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", computed)
     before = listing(places)
@@ -240,13 +221,13 @@ def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     status, error = refused(arguments, capsys)
     assert status == 2
     assert message in error
-    assert error.rstrip().endswith("--help)")
+    assert re.search(r"\(see hf-qknorm( \w+)? --help\)$", error.rstrip())
 
 
 def test_a_card_for_a_folder_that_is_not_writable_is_refused_before_a_measurement(places, capsys, monkeypatch):
     monkeypatch.chdir(places)
     monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
-    status, error = refused(["card", "PATCHED", "--texts", "TEXT.txt"], capsys)
+    status, error = refused(["card", "PATCHED", "--data", "TEXT.txt"], capsys)
     assert (status, error) == (1, f"hf-qknorm: {places}/PATCHED may not be written to: give another folder\n")
 
 
@@ -261,6 +242,6 @@ def test_a_malformed_token_is_reported_before_any_request(tmp_path, capsys, monk
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):
-    monkeypatch.setitem(commands.COMMANDS, "schemes", lambda options: {}["no such key"])
+    monkeypatch.setattr(cli, "field_values", lambda: {}["no such key"])
     with pytest.raises(KeyError):
         cli.main(["schemes"])

@@ -1,53 +1,73 @@
-"""The command before the package is imported: help, version and wrong arguments need no torch."""
+"""The command before torch is imported: help, version and wrong arguments take a fraction of a second."""
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import hf_qknorm
-import hf_qknorm_command
+from hf_qknorm import cli
 
-WITHOUT_TORCH = """
-import sys, hf_qknorm_command
-try:
-    hf_qknorm_command.main(sys.argv[1:])
-finally:
-    assert "torch" not in sys.modules
+COMMANDS = ("demo", "inspect", "convert", "export", "card", "push", "monitor", "doctor", "families", "schemes")
+SECONDS = 0.5  # of CPU
+# The script that an installation writes, which also prints the modules that were imported, and the CPU time.
+SCRIPT = """
+import sys, time
+from hf_qknorm.cli import main
+status = main()
+heavy = [name for name in ("torch", "transformers", "matplotlib") if name in sys.modules]
+print(heavy, time.process_time(), file=sys.stderr)
+sys.exit(status)
 """
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("bin") / "hf-qknorm"
+    path.write_text(SCRIPT)
+    return path
+
+
+def run(script: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True)
+
+
+def test_the_commands_are_those():
+    assert tuple(get_command(cli.app).commands) == COMMANDS
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
-        (["--help"], 0, "usage: hf-qknorm [-h] [--version] [--print-completion SHELL] COMMAND"),
+        (["--help"], 0, "Usage: hf-qknorm [OPTIONS] COMMAND"),
         (["--version"], 0, f"{hf_qknorm.__version__}\n"),
-        (["convert", "--help"], 0, "--data TEXT"),
-        (["inspect"], 2, "the following arguments are required: CKPT"),
+        *(([name, "--help"], 0, f"Usage: hf-qknorm {name}") for name in COMMANDS[:3]),
+        (["inspect"], 2, "hf-qknorm: Missing argument 'CKPT'. (see hf-qknorm inspect --help)\n"),
+        (["schemes"], 0, "qk_norm_cap "),
     ],
 )
-def test_help_version_and_usage_errors_do_not_import_torch(arguments, status, text):
-    done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *arguments], capture_output=True, text=True)
+def test_help_version_and_usage_errors_do_not_import_torch(script, arguments, status, text):
+    done = run(script, *arguments)
     assert done.returncode == status, done.stderr
     assert text in done.stdout + done.stderr
+    heavy, seconds = done.stderr.splitlines()[-1].rsplit(maxsplit=1)
+    assert heavy == "[]"
+    assert float(seconds) < SECONDS
 
 
-def test_the_version_is_that_of_the_code_and_not_of_the_installation(tmp_path):
-    shutil.copytree(Path(hf_qknorm_command.__file__).parent, tmp_path / "hf_qknorm_command")
-    (tmp_path / "hf_qknorm").mkdir()
-    (tmp_path / "hf_qknorm" / "version.py").write_text('__version__ = "99.0"\n')
-    command = [sys.executable, "-c", "import hf_qknorm_command; hf_qknorm_command.main(['--version'])"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "99.0\n", done.stderr
+def test_in_the_command_hooks_are_installed_before_a_model_is_loaded(tmp_path):
+    checked = tmp_path / "hf-qknorm"
+    known = 'import transformers; print("qknorm_llama" in transformers.CONFIG_MAPPING)'
+    checked.write_text(f"from hf_qknorm.cli import main\nmain()\n{known}\n")
+    assert run(checked, "families").stdout.endswith("True\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such shell")
-def test_a_command_runs_without_an_output():
-    code = "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())"
-    command = ["sh", "-c", f'"$0" -c "{code}" --version >&-', sys.executable]
+def test_a_closed_output_ends_the_command_silently(script):
+    command = ["sh", "-c", '"$0" "$1" schemes | true', sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "Traceback" not in done.stdout + done.stderr

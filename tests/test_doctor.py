@@ -1,8 +1,7 @@
-"""`hf-qknorm doctor`: versions, the machine, the attention's numbers, and the exit status."""
+"""`hf-qknorm doctor`: versions, the machine, the attention's numbers, and the exit status, in one screen."""
 
 from __future__ import annotations
 
-import json
 import sys
 import tomllib
 from importlib.metadata import version
@@ -15,50 +14,38 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_qknorm
 from hf_qknorm import cli, doctor
-from hf_qknorm.attend import functions, implementations
+from hf_qknorm.attend import functions
+from hf_qknorm.doctor import TESTED, check_version, examine
 from hf_qknorm.model import raw_heads
-from hf_qknorm_command.findings import TESTED, check_version
 
-TOPICS = (
-    "hf-qknorm", "python", "torch", "transformers", "integrations", "CPU", "Triton", "C++ compiler",
-    "hf_qknorm", "hf_qknorm_triton", "hf_qknorm_cpu", "self-check",
-)  # fmt: skip
+LINES, COLUMNS = 24, 120  # of a screen
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def examined(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, dict[str, str]], str]:
-    """The command's exit status, its findings by topic, and its errors."""
-    status = cli.main(["doctor", "--json"])
-    out, err = capsys.readouterr()
-    return status, {finding["topic"]: finding for finding in json.loads(out)}, err
-
-
-def test_the_doctor_reports_every_topic_as_text_and_as_json(capsys):
-    status, found, error = examined(capsys)
-    assert status == 0, error
-    assert set(TOPICS) <= set(found)
-    assert found["hf-qknorm"]["text"].startswith(f"{hf_qknorm.__version__}, in {Path(hf_qknorm.__file__).parent}")
-    assert found["torch"]["text"].startswith(version("torch"))
-    assert found["self-check"]["text"].startswith(f"passed on {DEVICE}: relative error ")
+def test_the_report_is_a_screen(capsys):
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line[:17].strip() for line in lines] == list(found)
-    assert lines[-1].partition("error")[0] == f"self-check       passed on {DEVICE}: relative "
+    assert sum(1 + len(line) // COLUMNS for line in lines) <= LINES
+    topics = [line[:13].strip() for line in lines]
+    assert {"hf-qknorm", "packages", "CPU", "attention"} <= set(topics)
+    assert any(topic.startswith("GPU") for topic in topics)
+    assert f"{hf_qknorm.__version__}, in {Path(hf_qknorm.__file__).parent}" in lines[0]
+    assert f"torch {version('torch')}, transformers {version('transformers')}" in lines[topics.index("packages")]
+    assert lines[-1].startswith(f"numbers      right on {DEVICE}: relative error ")
 
 
-def test_the_attention_is_the_one_that_the_package_selects(capsys, monkeypatch, caplog):
-    monkeypatch.setattr(implementations, "_logged", set())
-    with caplog.at_level("INFO", logger="hf_qknorm"):
-        _, found, _ = examined(capsys)
-    assert f"hf_qknorm attention {found['hf_qknorm']['text']}" in caplog.text  # the log of the attention that ran
+def test_the_attention_that_runs_is_the_one_that_the_package_selects():
+    found = [str(line) for line in examine() if line.topic == "attention"]
+    runs = [line for line in found if line.endswith(" runs")]
+    kernels = ("hf_qknorm_triton" if DEVICE.type == "cuda" else "hf_qknorm_cpu", "hf_qknorm_tiled")
+    assert len(runs) == 1
+    assert runs[0].endswith(tuple(f"{name} runs" for name in kernels))
 
 
-@pytest.mark.parametrize("named", ["/nowhere/c++", "nowhere g++"])
-def test_the_compiler_is_the_one_that_CXX_names(monkeypatch, named):
+@pytest.mark.parametrize(("named", "found"), [("/nowhere/c++", "none"), (f"{sys.executable} -O", sys.executable)])
+def test_the_compiler_is_the_one_that_CXX_names(monkeypatch, named, found):
     monkeypatch.setenv("CXX", named)
-    assert [*doctor._compilers()][-1].text.startswith("none (for attention")
-    monkeypatch.setenv("CXX", f"{sys.executable} -O")
-    assert [*doctor._compilers()][-1].text.startswith(f"{sys.executable} (for attention")
+    assert next(doctor.find_devices()).text.endswith(f"C++ compiler: {found}")
 
 
 CASES = [
@@ -90,17 +77,24 @@ def test_tested_versions_fulfil_the_requirements():
         assert all(needed[name].contains(number) for number in TESTED[name])
 
 
-def test_a_package_that_can_not_be_imported_is_a_problem(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "hf_qknorm.doctor", None)
-    monkeypatch.delattr(hf_qknorm, "doctor")
-    status, found, error = examined(capsys)
-    assert status == 1
-    assert found["torch"]["level"] == "ok"
-    assert found["import"]["text"].startswith("the package can't be imported: ")
-    assert error == "hf-qknorm: the doctor found problems with import\n"
+def test_an_old_version_is_a_line_of_its_own(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "version", lambda name: "0.1" if name == "peft" else version(name))
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr()
+    assert "peft         PROBLEM: 0.1, but >=0.18 is needed: pip install" in printed.out
+    assert printed.err == "hf-qknorm: the doctor found problems with peft\n"
 
 
-def test_wrong_numbers_and_failures_are_problems(capsys, monkeypatch):
+def test_versions_are_shown_where_torch_can_not_be_imported(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert cli.main(["doctor"]) == 1
+    printed = capsys.readouterr()
+    assert f"torch {version('torch')}" in printed.out
+    assert "machine      PROBLEM: ModuleNotFoundError: " in printed.out
+    assert printed.err == "hf-qknorm: the doctor found problems with machine\n"
+
+
+def test_wrong_numbers_and_failures_are_problems(monkeypatch):
     eager = functions.eager_attention
 
     def uncapped(*arguments, softcap=None, **options):
@@ -109,15 +103,12 @@ def test_wrong_numbers_and_failures_are_problems(capsys, monkeypatch):
     def failing(*arguments, **options):
         raise RuntimeError("no kernel image is\navailable")
 
-    monkeypatch.setattr(raw_heads, "fused_attention", lambda *_: None)
+    monkeypatch.setattr(raw_heads, "fused_attention", lambda *_: None)  # which a GPU takes in place of the function
     for function, text in {
-        uncapped: f"wrong numbers on {DEVICE}",
-        failing: f"attention fails in torch.float32 on {DEVICE}: RuntimeError: no kernel image is available",
+        uncapped: f"wrong on {DEVICE}",
+        failing: f"attention fails in float32 on {DEVICE}: RuntimeError: no kernel image is available",
     }.items():
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "hf_qknorm", function)
-        found = doctor.check_attention(DEVICE)
+        found = doctor.check_numbers()
         assert found.level == "problem"
         assert found.text.startswith(text)
-    status, found, error = examined(capsys)
-    assert status == 1
-    assert error == "hf-qknorm: the doctor found problems with self-check\n"

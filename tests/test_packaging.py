@@ -12,7 +12,7 @@ import hf_qknorm
 from qknorm_tests.children import child
 
 ROOT = Path(hf_qknorm.__file__).parents[1]
-PACKAGES = ("hf_qknorm", "hf_qknorm_command")
+PACKAGES = ("hf_qknorm",)
 BUILD = (
     "import os, sys\nfrom setuptools import build_meta\nos.chdir(sys.argv[1])\nbuild_meta.build_wheel(sys.argv[2])\n"
 )

@@ -22,15 +22,15 @@ import pytest
 import yaml
 from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
+from typer.main import get_command
 
-import hf_qknorm_command
-from hf_qknorm import SCHEMES
+from hf_qknorm import SCHEMES, cli
 from hf_qknorm.ops.norms import NORMS
 from qknorm_tests.doc_examples import make_folder, names
 from qknorm_tests.pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
 
 LANGUAGES = ("python", "bash", "text", "yaml")
-ANYWHERE = ("axolotl", "lm_eval", "mypy", "ruff", "swift", "vllm")  # commands whose arguments are not checked
+ANYWHERE = ("lm_eval", "mypy", "ruff", "vllm")  # commands whose arguments are not checked
 PYTHON = all_snippets(WRITTEN, "python")
 SHELL = all_snippets(WRITTEN, "bash")
 CARDS = all_snippets([name for name in NAMES if name.startswith("model_cards/")], "python")
@@ -159,8 +159,12 @@ def check(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, *arguments = command
     match program:
         case "hf-qknorm":
-            with parsing(command, monkeypatch):
-                hf_qknorm_command.main()
+            group = get_command(cli.app)
+            name, parsed, rest = group.resolve_command(
+                group.make_context("hf-qknorm", [], resilient_parsing=True), arguments
+            )
+            assert parsed is not None, command
+            parsed.make_context(name, rest)
         case "python" if arguments[0] == "-m":
             assert find_spec(arguments[1]), command
         case "python":

@@ -95,8 +95,7 @@ def calibrate(
     set. With DistributedDataParallel, FSDP2 and tensor
     parallelism every rank makes the call, with its share of the batches or with the same data; the ranks divide the
     pass and end with the same gains. A model on one process is calibrated by that process alone. After an exception
-    the norms are as before. `save_pretrained` writes the report beside the weights, from then on, and marks it as stale
-    once the weights have changed.
+    the norms are as before. `save_pretrained` writes the report beside the weights, from then on.
 
     Raises ValueError for data with fewer than 16 tokens to predict, or without the labels of masked tokens; a model
     that is not patched, or is sharded by DeepSpeed; a method or knee that is not possible; a loss that

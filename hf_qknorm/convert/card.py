@@ -23,11 +23,12 @@ from hf_qknorm.families.class_names import PREFIX, classes_of
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
-from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOTS, REPORT, TOKENIZER_FILES
+from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure.predictions import predictions_of
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.reports.report import MEASURED, Calibration
+from hf_qknorm.scheme import Scheme
 
 logger = logging.getLogger("hf_qknorm")
 TAG: Final = "hf_qknorm"  # identifies a card that this package generated
@@ -61,7 +62,7 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None, b
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{path} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
     report = current_report(path)
-    if report is not None and report.scheme != config.scheme:
+    if report is not None and _without_knee(report.scheme) != _without_knee(config.scheme):
         raise ValueError(
             f"{path / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the report, "
             "or calibrate again"
@@ -79,7 +80,7 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None, b
 def write_card(
     folder: str | os.PathLike[str], *, repo_id: str | None = None, base_model: str | None = None
 ) -> tuple[Path, ...]:
-    """Write the card to the checkpoint's README.md and its plots beside it, each file atomically; return the paths.
+    """Write the card to the checkpoint's README.md and its plot beside it, each file atomically; return the paths.
 
     A card by hf_qknorm is replaced; any other README.md is kept as README.original.md.
 
@@ -90,31 +91,32 @@ def write_card(
     kept = [KEPT_CARD] if _must_keep_card(path) else []
     if kept:
         replace_file(path / KEPT_CARD, lambda temporary: shutil.copyfile(path / CARD, temporary))
-    plots: list[str] = []
+    drawn = [PLOT] if report is not None else []
     if report is not None:
-        from hf_qknorm.convert.card_plots import draw_report  # imports matplotlib
+        from hf_qknorm.plots import draw_calibration  # imports matplotlib
 
-        plots = draw_report(report, path)
+        draw_calibration(report, path / PLOT)
     replace_text(path / CARD, text)
-    for name in {*PLOTS} - {*plots}:  # of an earlier report
-        (path / name).unlink(missing_ok=True)
-    return tuple(path / name for name in (CARD, *plots, *kept))
+    if not drawn:  # of an earlier report
+        (path / PLOT).unlink(missing_ok=True)
+    return tuple(path / name for name in (CARD, *drawn, *kept))
+
+
+def _without_knee(scheme: Scheme) -> dict[str, Any]:
+    """The fields that training leaves as they are."""
+    return {key: value for key, value in scheme.to_dict().items() if key not in ("knee", "sharpness")}
 
 
 def current_report(folder: Path) -> Calibration | None:
-    """Return the report in `folder`; None without one, or if its weights have changed since it was measured.
-
-    Raises ValueError, naming the file, for a report that can't be read.
-    """
+    """Return the report in `folder`, None without one. Raises ValueError, naming the file, for a broken one."""
     if not (folder / REPORT).is_file():
         return None
     try:
-        report = Calibration.load(folder / REPORT)
+        return Calibration.load(folder / REPORT)
     except ValueError as error:
         raise ValueError(
             f"{error}. Remove the file, or write a new one with `hf-qknorm card FOLDER --data TEXT`"
         ) from error
-    return None if report.stale else report
 
 
 def is_generated_card(path: Path) -> bool:

@@ -24,7 +24,7 @@ from hf_qknorm.measure.predictions import evaluate, layer_reports, loss_of, requ
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
-from hf_qknorm.model.record import own_tensors, record_of, sample_all, set_record
+from hf_qknorm.model.record import record_of, set_record
 from hf_qknorm.reports.report import MEASURED, Calibration
 
 
@@ -98,7 +98,6 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
         )
     with loaded_with_text(source, texts, tokens, length) as (model, batches):
         report = replace(remeasure(model, batches, max_tokens=tokens), dataset=hub_name(texts))
-        report = replace(report, weights=sample_all(own_tensors(model)))
     report.save(folder / REPORT)
     return report
 

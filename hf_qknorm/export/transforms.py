@@ -101,7 +101,7 @@ def align_eps(plan: TensorPlan, config: Any) -> None:
                 raise ValueError(
                     f"the sharpness of {shape.sharpness:g} would be lost: its norms have RMSNorm's own form. Convert "
                     "with a fixed knee (--knee 16), which leaves the sharpness at 1; or take the norms off (hf-qknorm "
-                    "export --texts measures the cost), or lower the knee to 0 in training (KneeSchedule)"
+                    "export --data measures the cost), or lower the knee to 0 in training (KneeSchedule)"
                 )
             eps = scheme.eps * 2.0**shape.epsilon
             factors.append(factor := (own / eps) ** 0.5)

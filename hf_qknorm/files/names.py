@@ -20,9 +20,9 @@ LICENCE = re.compile(r"(licen[cs]e|notice|copying|use_policy)([._-][\w.-]+)?", r
 REPORT = "qk_norm_report.json"  # of a calibration, saved beside the weights
 CARD = "README.md"
 KEPT_CARD = "README.original.md"  # the card that a generated card replaced
-PLOTS = LOSS_PLOT, LOGITS_PLOT = "qk_norm_loss.png", "qk_norm_logits.png"
+PLOT = "qk_norm_logits.png"
 CODE_FILE = "modeling_qknorm.py"
-GENERATED = (CONFIG, REPORT, KEPT_CARD, CODE_FILE, *PLOTS)  # by this package, for one checkpoint alone
+GENERATED = (CONFIG, REPORT, KEPT_CARD, CODE_FILE, PLOT)  # by this package, for one checkpoint alone
 
 _SIDE_FILES = (
     *GENERATED, CARD, *TOKENIZER_FILES, "*_config.json", "chat_template.json", "*.jinja", "*.model", "*.spm",

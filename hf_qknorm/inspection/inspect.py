@@ -80,12 +80,12 @@ def inspect_model(
 def inspect_checkpoint(
     checkpoint: str,
     *,
-    texts: str | None = None,
-    tokens: int = 16_384,
+    data: str | None = None,
+    max_tokens: int = 16_384,
     length: int | None = None,
     cap: float | None = None,
 ) -> Inspection:
-    """`inspect_model` for a checkpoint (a folder or a Hub name) and `texts` (a source for `load_text`).
+    """`inspect_model` for a checkpoint (a folder or a Hub name) and `data` (a source for `load_text`).
 
     If the checkpoint does not fit into memory, layers are read from the disk in each forward pass.
 
@@ -95,12 +95,12 @@ def inspect_checkpoint(
     """
     if cap is not None:
         check_positive(cap, "cap")
-    text.check_text(texts)
+    text.check_text(data)
     source = open_source(checkpoint)
     if not isinstance(source.config, QKNormConfig):
         family_of(source.config)
-    with loaded_with_text(source, texts, tokens, length) as (model, batches):
-        return inspect_model(model, batches, max_tokens=tokens, cap=cap)
+    with loaded_with_text(source, data, max_tokens, length) as (model, batches):
+        return inspect_model(model, batches, max_tokens=max_tokens, cap=cap)
 
 
 def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | None, *, compared: bool) -> Inspection:

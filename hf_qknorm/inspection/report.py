@@ -1,4 +1,4 @@
-"""An inspection: a model's numbers, what schemes and knees would do to it, and advice; as text, as HTML and as JSON."""
+"""An inspection: a model's numbers, what schemes and knees would do to it, and advice; as text and as JSON."""
 
 from __future__ import annotations
 
@@ -60,10 +60,6 @@ class KneeTrials:
         """The smallest knee that costs at most the limit; infinite if all cost more."""
         return min((trial.knee for trial in self.trials if trial.cost <= self.limit), default=math.inf)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-ready data, with the chosen knee as a number."""
-        return to_json({**vars(self), "chosen": self.chosen and self.chosen.knee})
-
 
 @dataclass(frozen=True)
 class Risk:
@@ -80,7 +76,7 @@ class Risk:
 
 @dataclass(frozen=True)
 class Advice:
-    """The scheme to use, and the reasons; the model's own scheme if nothing need be added."""
+    """The scheme to use, and the reasons, at most four; the model's own scheme if nothing need be added."""
 
     scheme: Scheme
     reasons: tuple[str, ...]
@@ -89,10 +85,6 @@ class Advice:
     def name(self) -> str:
         """The scheme as a user would write it."""
         return scheme_name(self.scheme)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Name, scheme and reasons as JSON-ready data."""
-        return {"name": self.name, "scheme": self.scheme.to_dict(), "reasons": list(self.reasons)}
 
 
 def scheme_name(scheme: Scheme) -> str:
@@ -171,39 +163,40 @@ class Inspection:
             risks.append(Risk(name, level, largest, heads[0], sharpest, heads[1], layer.collapsed(self.cap)))
         return tuple(sorted(risks, key=lambda risk: -risk.max_logit))
 
-    def table(self) -> str:
-        """The measurements, the layers at the highest risk, and the advice, as a page of text."""
-        return tables.page_text(self._page())
+    @property
+    def title(self) -> str:
+        """The model, and what it was measured on."""
+        heads = len(next(iter(self.layers.values())).max_logit)
+        state = "unpatched" if self.scheme is None else str(self.scheme)
+        return (
+            f"{self.model}: {self.model_type}, {len(self.layers)} layers of {heads} heads, {state}; "
+            f"{self.tokens:,} tokens in sequences of up to {self.length}"
+        )
 
     def __str__(self) -> str:
         return self.table()
 
-    def _repr_html_(self) -> str:
-        return tables.page_html(self._page())
-
-    def _page(self) -> tables.Page:
-        heads = len(next(iter(self.layers.values())).max_logit)
-        state = "unpatched" if self.scheme is None else str(self.scheme)
-        title = (
-            f"{self.model}: {self.model_type}, {len(self.layers)} layers of {heads} heads, {state}; "
-            f"{self.tokens:,} tokens in sequences of up to {self.length}"
-        )
+    def table(self) -> str:
+        """The measurements, the layers at the highest risk, and the advice, as a page of text."""
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {scheme_name(scheme) + ", fresh gains" * bool(scheme.norms): p for scheme, p in self.trials.items()}
-        predicted = predictions_table(named)
-        table = self._layer_table()
+        rows = self._layer_rows()
         notes = {"gains q, k": tables.GAINS, "bound": tables.BOUND}
-        reading = textwrap.fill(
-            "; ".join([tables.READING, *(notes[x] for x in table.rows[0] if x in notes)]), tables.WIDTH
+        reading = "; ".join([tables.READING, *(notes[x] for x in rows[0] if x in notes)])
+        advice = f"Advice: {'leave it as it is' if self.keeps else self.advice.name}"
+        return tables.page(
+            self.title,
+            predictions_table(named),
+            self._knee_table(),
+            f"{tables.aligned(rows)}\n{tables.rest(len(self.layers))}",
+            textwrap.fill(reading, tables.WIDTH),
+            tables.context_note(self.length, self.context),
+            "\n".join([advice, *(f"  {reason}" for reason in self.advice.reasons)]),
         )
-        advice = tables.Points(
-            f"Advice: {'leave it as it is' if self.keeps else self.advice.name}", self.advice.reasons
-        )
-        note = tables.context_note(self.length, self.context)
-        return (title, predicted, *self._knee_table(), table, reading, note, advice)
 
-    def _layer_table(self) -> tables.Table:
-        layers, kneed = self.layers.values(), any(layer.beyond_q or layer.beyond_k for layer in self.layers.values())
+    def _layer_rows(self) -> list[list[str]]:
+        layers = self.layers.values()
+        kneed = any(layer.beyond_q or layer.beyond_k for layer in layers)
         bounded = any(layer.bound is not None for layer in layers)
         gained = any((layer.gain_q, layer.gain_k) != (None, None) for layer in layers)
         optional = ["gains q, k"] * gained + ["bound"] * bounded + ["beyond q, k"] * kneed
@@ -218,12 +211,12 @@ class Inspection:
             row += [", ".join("-" if g is None else f"{g:.3g}" for g in (layer.gain_q, layer.gain_k))] * gained
             row += [tables.bound_cell(layer.bound)] * bounded
             rows.append(row + [tables.pair_of_means(layer.beyond_q, layer.beyond_k, ".2%")] * kneed)
-        return tables.Table(rows, tables.rest(len(risks)))
+        return rows
 
-    def _knee_table(self) -> tables.Page:
+    def _knee_table(self) -> str:
         knees = self.knees
         if knees is None:
-            return ()
+            return ""
         rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
         for trial in knees.trials:
             note = f"← chosen, with a margin over the smallest at most {knees.limit:.3f}" * (trial is knees.chosen)
@@ -234,12 +227,13 @@ class Inspection:
             f"{scheme_name(knees.scheme)}, calibrated and judged on an eighth of the sequences, by knee\n"
             f"(largest |logit| seen unpatched: {self.largest:.1f}; fresh gains and no knee: {knees.jump:+.3f}):"
         )
-        return (reading, tables.Table(rows))
+        return f"{reading}\n\n{tables.aligned(rows)}"
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""
-        trials = [{"scheme": scheme, **p.to_dict()} for scheme, p in self.trials.items()]
-        return to_json({"format": FORMAT, **vars(self), "trials": trials, "risks": self.risks})
+        trials = [{"scheme": scheme, "prediction": found} for scheme, found in self.trials.items()]
+        chosen = {"chosen_knee": self.knees.chosen.knee} if self.knees and self.knees.chosen else {}
+        return to_json({"format": FORMAT, **vars(self), "trials": trials, "risks": self.risks, **chosen})
 
     def save(self, path: str | Path) -> None:
         """Write the fields as a JSON file, whole or not at all."""

@@ -234,7 +234,7 @@ def check_batches(batches: Sequence[Mapping[str, Tensor]], config: Any) -> None:
     if targets < MIN_TARGETS:
         raise ValueError(
             f"the text gives {targets} tokens to predict, expected at least {MIN_TARGETS}: give more text, or a "
-            "larger max_tokens (--tokens). (Or the model's max_position_embeddings leaves no room for them)"
+            "larger max_tokens (--max-tokens). (Or the model's max_position_embeddings leaves no room for them)"
         )
     size = getattr(config.get_text_config(), "vocab_size", None)
     limits = [batch["input_ids"].aminmax() for batch in batches if batch["input_ids"].numel()]

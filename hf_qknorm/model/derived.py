@@ -158,8 +158,9 @@ class QKNormModel(_Model):
         """Save as transformers does, with the report of a calibration; a push includes the stand-alone code."""
         if push_to_hub:
             set_auto_map(self.config)
-        if not getattr(self, "_hf_peft_config_loaded", False):  # else only the adapter is saved
-            write_record(self, Path(save_directory), state_dict, self.should_save_on_this_rank(is_main_process))
+        adapter_alone = getattr(self, "_hf_peft_config_loaded", False)
+        if self.should_save_on_this_rank(is_main_process) and not adapter_alone:
+            write_record(self, Path(save_directory))
         kwargs |= {"is_main_process": is_main_process, "state_dict": state_dict, "push_to_hub": push_to_hub}
         super().save_pretrained(save_directory, **kwargs)
 

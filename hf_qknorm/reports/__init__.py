@@ -1,1 +1,1 @@
-"""Reports as data, from and to JSON, and as text and HTML."""
+"""Reports as data, from and to JSON, and as text."""

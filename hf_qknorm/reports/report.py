@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PlainValidator, TypeAdapter
 
 from hf_qknorm.files.atomic_io import replace_text
-from hf_qknorm.files.formatting import format_fixed, shorten
+from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.hub_names import check_optional_repo_id
-from hf_qknorm.files.untrusted import check_keys, check_number, check_positive, read_json
+from hf_qknorm.files.untrusted import JSON_BYTES, read_text
 from hf_qknorm.ops.norms import shown_knee
 from hf_qknorm.reports import records, tables
-from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.reports.records import Count, LayerReport, LayerStatistics, Name, Prediction
 from hf_qknorm.scheme import Scheme
 
 MEASURED = "measured"  # the method of a report on the patched model alone
-KNEES = 1_000  # limit on the knees in a report
-TENSOR_NAME = 500  # characters
-TENSORS = 1_000_000  # limit on the tensors that it has digests of
-OMITTED = ("knees", "stale", "weights", "length", "context", "output_error")  # from JSON where they are empty
+
+HubName = Annotated[str | None, AfterValidator(lambda name: check_optional_repo_id(name, "it"))]
+Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+KneeSize = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+SchemeField = Annotated[
+    Scheme,
+    PlainValidator(lambda x: x if isinstance(x, Scheme) else Scheme.from_dict(x)),
+    PlainSerializer(lambda scheme: scheme.to_dict()),
+]
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,8 @@ class Calibration:
     `tokens` and `judged` count images, and `length` is None.
 
     The method "measured" stands for a measurement of the patched model alone, as after training: `base`, `ones` and
-    all else that describes the unpatched model are None. `weights` has digests of the measured weights by tensor
-    (`hf_qknorm.model.record`). `stale` is whether the model beside the report has other weights, or another scheme.
+    all else that describes the unpatched model are None. The numbers are those of the measurement: training that
+    follows does not change them.
 
         >>> report = qk.calibrate(qk.patch_model(model, "qk_norm"), texts)
         >>> report.save("report.json")
@@ -53,25 +58,26 @@ class Calibration:
         'model.layers.0.self_attn'
     """
 
-    method: str
-    tokens: int
-    scheme: Scheme
-    cap: float
+    __pydantic_config__: ClassVar[ConfigDict] = records.STRICT
+
+    method: Name
+    tokens: Count
+    scheme: SchemeField
+    cap: Size
     base: Prediction | None
     ones: Prediction | None
     chosen: Prediction | None
-    layers: Mapping[str, LayerReport]
-    judged: int | None = None
-    base_model: str | None = None
-    dataset: str | None = None
-    knees: Mapping[float, Prediction] = dataclasses.field(default_factory=dict)
+    layers: Annotated[Mapping[Name, LayerReport], Field(max_length=10_000)]
+    judged: Count | None = None
+    base_model: HubName = None
+    dataset: HubName = None
+    knees: Annotated[Mapping[KneeSize, Prediction], Field(max_length=1_000)] = field(default_factory=dict)
     knee: float = 0.0
     sharpness: float = 1.0
-    stale: bool = False
-    weights: Mapping[str, str] = dataclasses.field(default_factory=dict, repr=False, compare=False)
-    length: int | None = dataclasses.field(default=None, repr=False)
-    context: int | None = dataclasses.field(default=None, repr=False)
+    length: Count | None = field(default=None, repr=False)
+    context: Count | None = field(default=None, repr=False)
     output_error: float | None = None
+    format: Literal[1] = field(default=records.FORMAT, repr=False, kw_only=True)
 
     @property
     def base_loss(self) -> float | None:
@@ -134,64 +140,64 @@ class Calibration:
 
     def table(self) -> str:
         """A text of up to 120 columns with the predictions and the layers with the largest logits."""
-        return tables.page_text(self._page())
-
-    def _repr_html_(self) -> str:
-        return tables.page_html(self._page() if self.method == MEASURED else (*self._page(), str(self)))
-
-    def _page(self) -> tables.Page:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
         alone = self.method == MEASURED
         layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
-        beyond = ["beyond q, k"] if self.knee else []
+        beyond = any(layer.after.beyond_q or layer.after.beyond_k for _, layer in layers)
         over_half, _ = tables.over_names(self.cap)
-        rows = [["layer", "max |logit|", "bound", "entropy", over_half, "rms q, k", *beyond, "gain q, k"]]
+        rows = [
+            ["layer", "max |logit|", "bound", "entropy", over_half, "rms q, k", *["beyond q, k"] * beyond, "gain q, k"]
+        ]
         for name, layer in layers[: tables.ROWS]:
             seen = [side for side in (layer.before, layer.after) if side is not None]
             logit, *others = (" → ".join(sides) for sides in zip(*map(_cells, seen), strict=True))
             pairs = [tables.pair_of_means(seen[0].rms_q, seen[0].rms_k)]
-            pairs += [tables.pair_of_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] * len(beyond)
+            pairs += [tables.pair_of_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] * beyond
             pairs += [tables.pair_of_means(layer.gain_q, layer.gain_k)]
             rows.append([name, logit, tables.bound_cell(layer.bound), *others, *pairs])
         knees = ", ".join(f"{knee:.3g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
-        sides = [] if alone else ["Before → after"]
-        reading = "; ".join([*sides, tables.BOUND, *([tables.BEYOND] if beyond else [])])
-        return (
+        reading = "; ".join([*["Before → after"] * (not alone), tables.BOUND, *[tables.BEYOND] * beyond])
+        return tables.page(
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
             str(self) if alone else records.predictions_table(predictions),
             f"loss, KL by knee: {knees}" if knees else "",
-            tables.Table(rows, tables.rest(len(layers))),
+            f"{tables.aligned(rows)}\n{tables.rest(len(layers))}",
             f"{reading};\n{tables.READING}.",
             tables.context_note(self.length, self.context),
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready data, for `Calibration.from_dict`."""
-        knees = [{"knee": knee, **p.to_dict()} for knee, p in self.knees.items()]
-        data = {"format": records.FORMAT, **vars(self), "knees": knees}
-        return records.to_json({key: value for key, value in data.items() if value or key not in OMITTED})
+        """The report as JSON-ready data, for `Calibration.from_dict`: fields at their default are left out."""
+        data: dict[str, Any] = REPORT.dump_python(self, mode="json", exclude_defaults=True)
+        return {"format": self.format, **data}
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
-        """The inverse of `to_dict`. Raises ValueError, naming the key, for anything else."""
-        readers: dict[str, Any] = dict.fromkeys(("base_model", "dataset"), check_optional_repo_id)
-        readers |= {"cap": check_positive, "layers": partial(records.read_layers, record=LayerReport), "knees": _knees}
-        readers |= {"scheme": lambda value, _: Scheme.from_dict(value), "weights": _digests, "stale": _flag}
-        report = cls(**records.read_fields(data, cls, "report", versioned=True, **readers))
-        _check_sides(report)
+        """The inverse of `to_dict`. Raises ValueError, naming the fields, for anything else."""
+        try:
+            text = json.dumps(data)
+        except (RecursionError, TypeError) as error:
+            raise ValueError(f"the report is no JSON data, or nested too deeply ({type(error).__name__})") from None
+        return cls.from_json(text, "report")
+
+    @classmethod
+    def from_json(cls, text: str, where: str) -> Calibration:
+        """Read a report from untrusted JSON. Raises ValueError, naming `where` and the fields, for anything else."""
+        report = records.read_json(REPORT, text, where)
+        _check_sides(report, where)
         return report
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a report from a file. Raises ValueError, naming the file, if it is too large or not a report."""
-        try:
-            return cls.from_dict(read_json(Path(path)))
-        except ValueError as error:
-            raise ValueError(error if str(path) in str(error) else f"{path}: {error}") from None
+        return cls.from_json(read_text(Path(path), JSON_BYTES), str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON; a failed run leaves the old file."""
         save_json(self.to_dict(), Path(path))
+
+
+REPORT = TypeAdapter(Calibration)
 
 
 def save_json(data: Mapping[str, Any], path: Path) -> None:
@@ -199,31 +205,7 @@ def save_json(data: Mapping[str, Any], path: Path) -> None:
     replace_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
 
 
-def _knees(value: Any, where: str) -> dict[float, Prediction]:
-    if not isinstance(value, list | tuple) or len(value) > KNEES:
-        raise ValueError(f"{where} is {shorten(value)}, expected a list of at most {KNEES} predictions by knee")
-    found = {}
-    for i, item in enumerate(value):
-        check_keys(item, ("knee", "loss", "perplexity", "kl", "agreement"), f"{where}[{i}]")
-        knee = check_number(item["knee"], f"{where}[{i}].knee")
-        if not (math.isfinite(knee) and knee >= 0):
-            raise ValueError(f"{where}[{i}].knee is {knee}, expected a finite number ≥ 0")
-        found[knee] = Prediction.from_dict({key: x for key, x in item.items() if key != "knee"}, f"{where}[{i}]")
-    return found
-
-
-def _digests(value: Any, where: str) -> dict[str, str]:
-    if not isinstance(value, dict) or len(value) > TENSORS:
-        raise ValueError(f"{where} is {shorten(value)}, expected a mapping from the names of tensors to digests")
-    for name, digests in value.items():
-        if not 0 < len(name) <= TENSOR_NAME or not name.isprintable():
-            raise ValueError(f"a name in {where} is {shorten(name)}, expected a tensor's name")
-        if not isinstance(digests, str) or not 0 < len(digests) <= 80 or set(digests) - set("0123456789abcdef "):
-            raise ValueError(f"{where}.{shorten(name)} is {shorten(digests)}, expected digests")
-    return value
-
-
-def _check_sides(report: Calibration) -> None:
+def _check_sides(report: Calibration, where: str) -> None:
     """Raise ValueError unless a report has either all numbers of the unpatched model or, by its method, none."""
     compared = report.method != MEASURED
     predicted = compared and report.chosen is not None
@@ -232,13 +214,7 @@ def _check_sides(report: Calibration) -> None:
     for name, (side, expected) in sides.items():
         if (side is not None) != expected:
             found, wanted = ("null", "numbers") if expected else ("not null", "null")
-            raise ValueError(f"report.{name} is {found}, expected {wanted} with the method {report.method!r}")
-
-
-def _flag(value: Any, where: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{where} is {shorten(value)}, expected true or false")
-    return value
+            raise ValueError(f"{where}: {name} is {found}, expected {wanted} with the method {report.method!r}")
 
 
 def _cells(layer: LayerStatistics) -> list[str]:

@@ -68,8 +68,8 @@ def load_record(model: Any, name: Any, options: Any) -> None:
     """Leave the report of a calibration in its folder: only the package measures, and reads reports."""
 
 
-def write_record(model: Any, folder: Path, state_dict: Any, writes: bool) -> None:
-    """Write no report. The package knows by its samples of the weights that one in the folder is of another model."""
+def write_record(model: Any, folder: Path) -> None:
+    """Write no report: only the package measures."""
 
 
 def set_auto_map(config: Any) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.files.untrusted import is_shallow
-from hf_qknorm.reports.records import FORMAT, LayerStatistics, read_fields, read_layers, to_json
+from hf_qknorm.reports.records import FORMAT, STRICT, Count, LayerStatistics, Name, read_json
 from hf_qknorm.reports.tables import mean
 
 DIGITS = 5  # significant digits of the numbers in the file
@@ -25,8 +26,11 @@ NUMBERS = 50_000_000  # in all samples: a float takes more bytes in memory than 
 class LogitSample:
     """All layers at a step, by name. `step` is the number under which the Trainer logs the loss."""
 
-    step: int
-    layers: dict[str, LayerStatistics]
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    step: Count
+    layers: Annotated[dict[Name, LayerStatistics], Field(min_length=1, max_length=10_000)]
+    format: Literal[1] = field(default=FORMAT, repr=False, kw_only=True)
 
     def worst(self) -> tuple[str, int, float]:
         """The layer, the head and the value of the largest |logit|; NaN counts as the largest."""
@@ -35,6 +39,15 @@ class LogitSample:
     def sharpest(self) -> tuple[str, int, float]:
         """The layer, the head and the value of the least entropy; NaN counts as the least."""
         return max(self._heads("entropy"), key=lambda found: nan_as_inf(-found[2]))
+
+    def __str__(self) -> str:
+        (name, head, largest), (sharp_name, sharp_head, least) = self.worst(), self.sharpest()
+        bounds = [layer.bound for layer in self.layers.values() if layer.bound is not None]
+        bound = f", largest bound {max(bounds, key=nan_as_inf):.4g}" if bounds else ""
+        return (
+            f"step {self.step}: largest |logit| {largest:.4g} ({name}, head {head}), "
+            f"least entropy {least:.3g} nats ({sharp_name}, head {sharp_head}){bound}"
+        )
 
     def _heads(self, field: str) -> Iterator[tuple[str, int, float]]:
         for name, layer in self.layers.items():
@@ -68,26 +81,20 @@ class LogitSample:
 
     def line(self) -> str:
         """The sample as a line of JSON, with five significant digits."""
-        text = json.dumps({"format": FORMAT, **to_json(vars(self))})
+        text = json.dumps({"format": self.format, **SAMPLE.dump_python(self, mode="json", exclude_defaults=True)})
         rounded = json.loads(text, parse_float=lambda digits: float(f"{float(digits):.{DIGITS}g}"))
         return json.dumps(rounded, separators=(",", ":")) + "\n"
 
     @classmethod
     def from_line(cls, line: bytes) -> LogitSample:
         """The inverse of `line`. Raises ValueError, naming the key, for anything else."""
-        try:
-            data = json.loads(line)
-        except (RecursionError, ValueError) as error:
-            raise ValueError(f"no JSON, expected a sample of LogitMonitor ({error})") from None
-        if not is_shallow(data):
-            raise ValueError("nested too deeply")
-        layers = partial(read_layers, record=LayerStatistics)
-        sample = cls(**read_fields(data, cls, "sample", versioned=True, layers=layers))
+        sample = read_json(SAMPLE, line, "sample")
         for name, layer in sample.layers.items():
             _check_layer(layer, f"sample.layers.{name}")
-        if not sample.layers:
-            raise ValueError("sample.layers is {}, expected at least one layer")
         return sample
+
+
+SAMPLE = TypeAdapter(LogitSample)
 
 
 def read_log(path: str | Path) -> list[LogitSample]:

@@ -12,7 +12,7 @@ from torch.optim import AdamW, Optimizer
 from transformers import TrainingArguments
 
 from hf_qknorm import KneeSchedule, MuonClip, QKClip, QuacK, patch_model
-from hf_qknorm.demo.training import decay_groups
+from hf_qknorm.small_model import decay_groups
 
 DECAY, BETAS = 0.1, (0.9, 0.95)
 TAUS = (0.1, 0.3, 1.0, 3.0)  # QuacK's, of which the tuning runs choose one

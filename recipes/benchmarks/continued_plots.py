@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, NullLocator
 from run_log import Row
 
-from hf_qknorm.measure.plotting import INK, save_figure
+from hf_qknorm.plots import INK, save_figure
 
 STYLES = {
     "unpatched": ("#4d4d4d", "-", "o"),

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import calibrate, logit_statistics, patch_model, remove_norms, set_knee
-from hf_qknorm.demo.training import byte_tokenizer, mean_loss
 from hf_qknorm.files.atomic_io import new_folder, replace_file, replace_text
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
 from hf_qknorm.model.knees import knee_of
+from hf_qknorm.small_model import byte_tokenizer, mean_loss
 
 FAULTS = ("noise", "rate")  # one batch of random tokens; the rate doubled for five steps
 DOUBLED = 5

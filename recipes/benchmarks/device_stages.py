@@ -106,7 +106,7 @@ def full_plan(out: Path, commit: tuple[str, ...] = ()) -> list[Stage]:
     bench = HERE / "bench_attention.py"
     rows = ("--minutes", "2.1", "--keep-going", "--out", out, *commit)
     bench_model, steps = HERE / "bench_model.py", ("--size", "135m", "--losses", 100, "--output", out / "step.md")
-    doctor = python("-c", "import sys, hf_qknorm_command; sys.exit(hf_qknorm_command.main())", "doctor")
+    doctor = python("-c", "import sys; from hf_qknorm.cli import main; sys.exit(main())", "doctor")
     return [
         Stage("first checks", python(bench, "--first", "--processes", 5), 70, ("--list",)),
         Stage("benchmark", python(bench, *rows), 140, ("--list",)),

@@ -36,10 +36,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import calibrate, patch_model
-from hf_qknorm.demo.training import mean_loss
+from hf_qknorm.cli import main as command
 from hf_qknorm.measure.text import load_text, tokenize
 from hf_qknorm.model.attention import every_norm
-from hf_qknorm_command import main as command
+from hf_qknorm.small_model import mean_loss
 
 PLAIN, SCHEMES = "unpatched", ("qk_norm", "qk_norm_cap")
 SIZES = {"quick": ({16: 2, 48: 2}, 512), "full": ({512: 10, 4096: 4}, 16_384)}  # turns by length; tokens of a job
@@ -69,14 +69,14 @@ def calibrated(checkpoint: str, text: str, tokens: int) -> None:
 def job(name: str, checkpoint: str, text: str, tokens: int) -> Row:
     """The seconds of a job in a process of its own, and its largest resident size in bytes."""
     with TemporaryDirectory() as folder:
-        texts, more = [checkpoint, "--texts", text], ["--tokens", str(tokens)]
+        texts, more = [checkpoint, "--data", text], ["--max-tokens", str(tokens)]
         run = {
             "load": partial(load, checkpoint),
             "pass": partial(one_pass, checkpoint, text, tokens),
             "`calibrate`": partial(calibrated, checkpoint, text, tokens),
             "`hf-qknorm inspect`": partial(command, ["inspect", *texts, "--out", folder, *more]),
             "`hf-qknorm convert`": partial(
-                command, ["convert", checkpoint, f"{folder}/converted", "--data", text, "--max-tokens", str(tokens)]
+                command, ["convert", checkpoint, f"{folder}/converted", "--data", text, *more]
             ),
         }[name]
         start = time.perf_counter()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from run_log import Row
 
-from hf_qknorm.measure.plotting import INK, finish_axes, legend_above, new_figure, save_figure, write_beside
+from hf_qknorm.plots import INK, finish_axes, legend_above, new_figure, save_figure, write_beside
 
 LOOKS = (("#12476b", "o"), ("#2a7f9e", "s"), ("#c8553d", "v"), ("#d9a441", "^"), ("#8d5a97", "D"))
 LEAST = 1e-5  # nats; the logs have five digits

@@ -33,8 +33,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import KneeSchedule, Scheme, calibrate, logit_statistics, patch_model, remove_norms, set_knee
-from hf_qknorm.demo.training import mean_loss, train
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
+from hf_qknorm.small_model import mean_loss, train
 
 ARMS = ("unpatched", "kept", "KneeSchedule")
 OPENING = KneeSchedule(0.25, math.inf, after=0.75)
@@ -92,7 +92,6 @@ def run_one(texts: Texts, arm: str, rate: float, seed: int) -> Row:
         rate=rate,
         warmup=WARMUP,
         decay=True,
-        desc=None,
         each_step=each_step,
     )
     before = mean_loss(model, texts.judging)

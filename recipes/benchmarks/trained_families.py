@@ -38,10 +38,10 @@ from transformers.models.auto.modeling_auto import (
 
 from hf_qknorm import FAMILIES, SCHEMES, calibrate, patch_model
 from hf_qknorm.calibration.knees import LIMIT
-from hf_qknorm.demo.training import byte_tokenizer, mean_loss, train
 from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.predictions import predictions
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
+from hf_qknorm.small_model import byte_tokenizer, mean_loss, train
 from qknorm_tests.tiny import tiny_config, tiny_model
 
 DEFAULTS = ("qk_norm", "qk_norm_cap")
@@ -84,7 +84,7 @@ def run_one(text: str, settings: Row) -> Row:
 
     base: Any = tiny_model(settings["type"], vocab_size=len(tokenizer))
     torch.manual_seed(0)
-    train(base, sampled(ids[:cut], settings["steps"], 1), rate=RATE, warmup=WARMUP, decay=True, desc=None)
+    train(base, sampled(ids[:cut], settings["steps"], 1), rate=RATE, warmup=WARMUP, decay=True)
     base.eval()
     judging = sampled(ids[cut:], 16, 3)
     found: Row = {"loss": round(mean_loss(base, judging), 4), "largest": round(largest_logit(base, judging), 1)}

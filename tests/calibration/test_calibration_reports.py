@@ -8,13 +8,13 @@ import pytest
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.calibrate import HELD_OUT
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.measure.bounds import logit_bound
 from hf_qknorm.measure.predictions import evaluate
 from hf_qknorm.measure.regroup import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_qknorm import Scheme, calibrate, patch_model
-from hf_qknorm.demo.training import byte_tokenizer, mean_loss, train
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
+from hf_qknorm.small_model import byte_tokenizer, mean_loss, train
 from qknorm_tests.seeds import fixed
 from qknorm_tests.tiny import tiny_model
 
@@ -41,7 +41,7 @@ def small() -> tuple[PreTrainedModel, dict[str, list[Tensor]]]:
     }
     torch.manual_seed(0)
     model = tiny_model("llama", vocab_size=257, initializer_range=0.1)
-    train(model, batches["training"], rate=1e-2, warmup=20, decay=True, desc="training")
+    train(model, batches["training"], rate=1e-2, warmup=20, decay=True)
     return model.eval(), batches
 
 

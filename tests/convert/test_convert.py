@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, checkpoint, convert_checkpoint, patch_model
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.placement import is_offloaded
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.folders import contents, edit, loaded, logits, save, save_with_tokenizer
 from qknorm_tests.kneed import eps_of
 from qknorm_tests.slow import slow_but

@@ -9,8 +9,7 @@ import pytest
 
 from hf_qknorm import LogitMonitor, cli, patch_model
 from hf_qknorm.convert.card import write_card
-from hf_qknorm.demo.data import Settings
-from hf_qknorm.demo.run import run_demo
+from hf_qknorm.demo import run_demo
 from hf_qknorm.files.names import KEPT_CARD
 from qknorm_tests.folders import contents, save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
@@ -23,7 +22,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def demo(src: Path, dst: Path) -> object:
-    return run_demo(Settings(checkpoint=str(src), out=str(dst)))
+    return run_demo(checkpoint=str(src), out=str(dst))
 
 
 def test_a_card_keeps_the_old_readme(run):
@@ -66,7 +65,7 @@ def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
     file, message = DEMO[what]
     out = tmp_path / "demo"
     shutil.copytree(run, out / "model")
-    (out / "loss.png").write_text("my own")
+    (out / "demo.png").write_text("my own")
     with pytest.raises(FileExistsError, match=r"demo holds no report.json"):
         demo(run, out)
     (out / "report.json").write_text("{}")
@@ -76,5 +75,5 @@ def test_a_demo_replaces_only_a_demo(what, run, tmp_path):
     with pytest.raises(FileExistsError, match=message):
         demo(run, out)
     with pytest.raises(FileExistsError, match="is the source, or contains it"):
-        run_demo(Settings(data=str(out / "model"), out=str(out)))
+        run_demo(data=str(out / "model"), out=str(out))
     assert contents(tmp_path) == before

@@ -1,4 +1,4 @@
-"""`hf-qknorm export --texts`: norms that still act are taken off at a measured cost, or nothing is written."""
+"""`hf-qknorm export --data`: norms that still act are taken off at a measured cost, or nothing is written."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_export_is_the_model_without_norms_and_the_printed_losses_are_its_ow
     folder = converted(llama, SHARP, 2.0, dtype)
     out = folder.parent / "plain"
     options = ["--max-loss-increase", "0.05", "--length", "64"]
-    assert cli.main(["export", str(folder), str(out), "--texts", corpus, *options]) == 0
+    assert cli.main(["export", str(folder), str(out), "--data", corpus, *options]) == 0
     printed = capsys.readouterr().out
     assert "plain: LlamaForCausalLM, which transformers loads without hf_qknorm" in printed
     before, after, rise = map(float, re.findall(r"[+-]?\d+\.\d+", printed.splitlines()[-1]))
@@ -61,7 +61,7 @@ def test_a_rise_above_the_limit_writes_nothing(llama, corpus, capsys):
     folder = converted(llama, Scheme(q="rms", k="rms"), 0.01)
     before = sorted(folder.parent.iterdir())
     limit = ["--max-loss-increase", "0"]
-    assert cli.main(["export", str(folder), str(folder.parent / "plain"), "--texts", corpus, *limit]) == 1
+    assert cli.main(["export", str(folder), str(folder.parent / "plain"), "--data", corpus, *limit]) == 1
     error = capsys.readouterr().err
     assert re.search(r"converted is not exported: without its norms the loss goes from \S+ to \S+ \(\+", error)
     assert "more than --max-loss-increase 0. Open the knee" in error
@@ -100,5 +100,5 @@ def test_plain_norms_and_options_without_a_text_are_refused(llama, corpus, capsy
     with pytest.raises(FileExistsError, match="taken"):
         export_measured(folder, folder.parent / "taken", corpus)
     assert cli.main(["export", str(folder), str(out), "--length", "64"]) == 1
-    assert "--length is for a measurement: give --texts TEXT as well" in capsys.readouterr().err
+    assert "--length is for a measurement: give --data TEXT as well" in capsys.readouterr().err
     assert not out.exists()

@@ -33,7 +33,7 @@ def out(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "out")
 
 
-OLD = (REPORT, "qk_norm_loss.png", "plot.png", "model.gguf", "notes.md")  # of an earlier push
+OLD = (REPORT, "qk_norm_logits.png", "plot.png", "model.gguf", "notes.md")  # of an earlier push
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
@@ -88,8 +88,8 @@ def test_weights_and_reports_of_an_earlier_push_are_deleted(hub, tmp_path):
     hub.repos["me/tiny"].branches["main"][-1].files.update(dict.fromkeys(OLD, b"{}"))
     push_to_hub(checkpoint(tmp_path / "two", max_shard_size="200KB"), "me/tiny")
     last = hub.commits("me/tiny")[-1]
-    assert set(last.changed) == {WEIGHTS, REPORT, "qk_norm_loss.png", "model.safetensors.index.json", *SHARDS}
-    assert {WEIGHTS, REPORT, "qk_norm_loss.png"} & set(last.files) == set()
+    assert set(last.changed) == {WEIGHTS, REPORT, "qk_norm_logits.png", "model.safetensors.index.json", *SHARDS}
+    assert {WEIGHTS, REPORT, "qk_norm_logits.png"} & set(last.files) == set()
     assert {"model.gguf", "plot.png", "notes.md", *SHARDS} <= set(last.files)
 
 

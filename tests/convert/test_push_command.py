@@ -1,4 +1,4 @@
-"""`hf-qknorm push` and `convert --push` against a local Hub, as a user runs them."""
+"""`hf-qknorm push` against a local Hub, as a user runs it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import cli
-from hf_qknorm.demo.training import byte_tokenizer
-from hf_qknorm.files.names import REPORT
-from qknorm_tests.folders import save_with_tokenizer
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.push_cases import checkpoint, logits
 from qknorm_tests.server import Fault, Hub
-from qknorm_tests.tiny import tiny_model
 
-PLOTS = ("qk_norm_loss.png", "qk_norm_logits.png")
 # Run by a user who has transformers, and not this package.
 READER = """
 import sys
@@ -55,37 +51,6 @@ def test_a_pushed_model_loads_without_the_package(hub, tmp_path):
     assert read.stdout == f"{byte_tokenizer()('abc')['input_ids']}\n"
     expected = logits(AutoModelForCausalLM.from_pretrained(out, attn_implementation="hf_qknorm_eager"))
     torch.testing.assert_close(torch.load(tmp_path / "logits"), expected)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> str:
-    return str(save_with_tokenizer(tiny_model("llama", vocab_size=300), tmp_path / "source"))
-
-
-def test_convert_pushes_its_output(hub, source, tmp_path, capsys):
-    out, text = tmp_path / "out", tmp_path / "corpus.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    calibrate = ["--data", str(text), "--method", "moments"]
-    assert cli.main(["convert", source, str(out), *calibrate, "--push", "me/tiny"]) == 0
-    (commit,) = hub.commits("me/tiny")
-    assert capsys.readouterr().out.endswith(f"\npushed: {hub.url}/me/tiny/commit/{commit.oid}\n")
-    for name in ("model.safetensors", REPORT):
-        assert commit.files[name] == (out / name).read_bytes()
-    for name in PLOTS:
-        assert commit.files[name].startswith(b"\x89PNG")
-        assert name.encode() in commit.files["README.md"]
-    again = tmp_path / "again"
-    assert cli.main(["convert", source, str(again), "--scheme", "qk_norm", "--push", "me/tiny"]) == 0
-    last = hub.commits("me/tiny")[-1]
-    assert {REPORT, *PLOTS, "config.json", "model.safetensors"} <= set(last.changed)
-    assert {REPORT, *PLOTS} & set(last.files) == set()
-
-
-def test_convert_checks_the_token_before_it_starts(hub, source, tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    assert cli.main(["convert", source, str(tmp_path / "out"), "--push", "me/tiny"]) == 1
-    assert "no token for the Hub: run `hf auth login`" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_failed_upload_is_one_line(hub, tmp_path, capsys):

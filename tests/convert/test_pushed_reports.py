@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model, push_to_hub
 from hf_qknorm.convert.card import write_card
-from hf_qknorm.files.names import LOSS_PLOT, PLOTS, REPORT
+from hf_qknorm.files.names import PLOT, REPORT
 from qknorm_tests.push_cases import checkpoint, patched
 from qknorm_tests.tiny import tiny_model
 
@@ -40,27 +40,15 @@ def test_a_model_in_memory_is_pushed_with_its_report(hub, tmp_path, how):
     assert Calibration.load(tmp_path / "again" / REPORT) == report
 
 
-def test_after_training_in_place_no_old_number_is_pushed(hub, tmp_path, caplog):
-    out = checkpoint(tmp_path / "out")
+def test_after_training_the_card_says_that_its_numbers_are_those_of_the_conversion(tmp_path):
     model, report = calibrated()
-    model.save_pretrained(out)
-    write_card(out)
-    push_to_hub(out, "me/tiny")
-    first = hub.commits("me/tiny")[-1].files
-    assert f"{report.loss:.3f}" in first["README.md"].decode()
-    assert LOSS_PLOT in first
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.add_(1e-4)
-    model.save_pretrained(out)
-    push_to_hub(out, "me/tiny")
-    assert "a new card is uploaded" in caplog.text
-    files = hub.commits("me/tiny")[-1].files
-    assert json.loads(files[REPORT])["stale"]
-    card = files["README.md"].decode()
-    assert "These weights have no measurement" in card
-    assert "model-index" not in card
-    assert not {*PLOTS} & {*files}
-    assert PLOTS[0] not in card
+    model.save_pretrained(tmp_path)
+    assert [path.name for path in write_card(tmp_path)] == ["README.md", PLOT]
+    card = (tmp_path / "README.md").read_text()
+    assert "All numbers were measured at conversion." in card
+    assert f"{report.loss:.3f}" in card
 
 
 def test_a_card_of_another_scheme_is_not_pushed(hub, tmp_path, caplog):
@@ -75,14 +63,3 @@ def test_a_card_of_another_scheme_is_not_pushed(hub, tmp_path, caplog):
     pushed = hub.commits("me/tiny")[-1].files["README.md"].decode()
     assert "softcap=30.0" in pushed
     assert "50" not in pushed.partition("## Changes")[2].partition("##")[0]
-
-
-def test_the_card_in_the_folder_says_so_too_and_loses_its_plots(tmp_path):
-    model, _ = calibrated()
-    model.save_pretrained(tmp_path)
-    assert len(write_card(tmp_path)) == 3
-    model.lm_head.weight.data.mul_(1.01)
-    model.save_pretrained(tmp_path)
-    assert write_card(tmp_path) == (tmp_path / "README.md",)
-    assert "These weights have no measurement" in (tmp_path / "README.md").read_text()
-    assert not list(tmp_path.glob("*.png"))

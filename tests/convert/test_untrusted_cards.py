@@ -7,7 +7,7 @@ import json
 import pytest
 
 from hf_qknorm.convert.card import render_card, write_card
-from hf_qknorm.files.names import LOGITS_PLOT, LOSS_PLOT
+from hf_qknorm.files.names import PLOT
 from qknorm_tests.card_cases import checkpoint, edit, front
 
 
@@ -72,7 +72,7 @@ def test_front_matter_that_is_not_plain_is_left_out(tmp_path, matter, message, c
 def test_links_in_the_folder_are_replaced_not_followed(tmp_path):
     (tmp_path / "model").mkdir()
     folder = checkpoint(tmp_path / "model")
-    for name in ("README.md", LOSS_PLOT, LOGITS_PLOT):
+    for name in ("README.md", PLOT):
         (tmp_path / f"precious-{name}").write_text("precious")
         (folder / name).symlink_to(tmp_path / f"precious-{name}")
     write_card(folder)

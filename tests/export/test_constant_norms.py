@@ -67,7 +67,7 @@ def saved(folder: Path, model: Any, knee: float = math.inf) -> None:
 REFUSED: dict[str, tuple[Any, float, str]] = {
     "on its way": (
         lambda: patch_model(sharp_model("llama"), RMS), 4.0,
-        "the sharpness of 8 would be lost.*export --texts measures",
+        "the sharpness of 8 would be lost.*export --data measures",
     ),
     "on its way, no target": (
         lambda: patch_model(sharp_model("gpt2"), "qk_norm"), 4.0, "or whose norms training has removed"

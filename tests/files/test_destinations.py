@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from hf_qknorm import convert_checkpoint, export_native, patch_model
-from hf_qknorm.demo.data import Settings
-from hf_qknorm.demo.run import run_demo
+from hf_qknorm.demo import run_demo
 from hf_qknorm.files.names import KEPT_CARD
 from qknorm_tests.covering import covering
 from qknorm_tests.folders import contents, save_with_tokenizer
@@ -48,7 +47,7 @@ def export(src: Path, dst: Path | str) -> Any:
 
 
 def demo(src: Path, dst: Path | str) -> Any:
-    return run_demo(Settings(checkpoint=str(src), out=str(dst)))
+    return run_demo(checkpoint=str(src), out=str(dst))
 
 
 WRITERS = {"convert": convert, "plan": plan, "export": export, "demo": demo}

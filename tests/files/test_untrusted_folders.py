@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
 from hf_qknorm.convert.card import write_card
-from hf_qknorm.demo.data import Settings
-from hf_qknorm.demo.run import run_demo
+from hf_qknorm.demo import run_demo
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
@@ -52,7 +51,7 @@ def test_no_code_of_a_checkpoint_is_run(source, tmp_path):
     sign, text = tmp_path / "sign", tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     booby_trap(source, sign)
-    inspect_checkpoint(str(source), texts=str(text), tokens=256)
+    inspect_checkpoint(str(source), data=str(text), max_tokens=256)
     for scheme, options in {"qk_norm": {"data": str(text), "method": "moments"}, "soft_cap": {}}.items():
         converted = tmp_path / scheme
         convert_checkpoint(source, converted, scheme, **options)
@@ -61,7 +60,7 @@ def test_no_code_of_a_checkpoint_is_run(source, tmp_path):
         model = AutoModelForCausalLM.from_pretrained(converted)
         assert type(model).__module__.startswith("hf_qknorm")
         calibrate(model, str(text), method="ones", max_tokens=256)
-        inspect_checkpoint(str(converted), texts=str(text), tokens=256)
+        inspect_checkpoint(str(converted), data=str(text), max_tokens=256)
         write_card(converted)
         export_native(converted, tmp_path / f"{scheme}-native")
         assert not list((tmp_path / f"{scheme}-native").rglob("*.py"))
@@ -77,7 +76,7 @@ def test_an_unknown_model_type_with_code_is_refused(source, tmp_path):
     with pytest.raises((ValueError, OSError), match="custom code"):
         inspect_checkpoint(str(source))
     with pytest.raises((ValueError, OSError), match="custom code"):
-        run_demo(Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
+        run_demo(checkpoint=str(source), out=str(tmp_path / "demo"))
     assert not (tmp_path / "sign").exists()
     assert not (tmp_path / "out").exists()
 
@@ -90,7 +89,7 @@ def test_pickled_weights_are_not_read(source, tmp_path):
     with pytest.raises(ValueError, match="only pickled weights are there"):
         inspect_checkpoint(str(source))
     with pytest.raises(ValueError, match="only pickled weights are there"):
-        run_demo(Settings(checkpoint=str(source), out=str(tmp_path / "demo")))
+        run_demo(checkpoint=str(source), out=str(tmp_path / "demo"))
     assert not (tmp_path / "sign").exists()
 
 

@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.in_memory import InMemoryName
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.tables import KNEES, PAIRS, TRIED, make_batch, randomise, sharp_model
 from qknorm_tests.tiny_towers import tiny_towers
 

@@ -59,109 +59,80 @@ def test_layers_are_ranked_by_their_largest_logit():
 
 
 @pytest.mark.parametrize(("entropy", "named"), [(0.44, True), (0.46, False)])
-def test_collapsed_heads_are_counted_in_the_reasons(entropy, named):
-    layers = {"layer": layer(30.0, entropy=entropy)}
-    reasons = advise(inspection(layers)).reasons
-    assert any("hardly more than one token" in reason for reason in reasons) == named
+def test_collapsed_heads_are_counted(entropy, named):
+    reasons = advise(inspection({"layer": layer(30.0, entropy=entropy)})).reasons
+    assert ("1 heads with large logits attend to hardly more than one token" in reasons[0]) == named
 
 
+CAPPED = {Scheme(softcap=50.0): CHEAP}
+DEAR_CAPS = {Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): DEAR}
 CASES = {
     # name: (measurements, the advised scheme, a part of a reason)
-    "large": (measurements(80.0), "Scheme(softcap=140.0)", "a cap of 140 bends the largest logit by no more than 10%"),
-    "runaway": (measurements(101.0), "qk_norm", "a cap of 50 would bend the largest logit by 52%"),
-    "large, and 50 is measured to cost much": (
-        measurements(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): CHEAP}),
-        "Scheme(softcap=140.0)",
-        "measured, it costs a KL of 0.001",
-    ),
-    "large, and every cap costs much": (
-        measurements(80.0, trials={Scheme(softcap=50.0): DEAR, Scheme(softcap=140.0): DEAR}),
-        "qk_norm",
-        "measured: a KL of 0.4",
-    ),
-    "runaway in logits that do not matter to predictions": (
-        measurements(500.0, trials={Scheme(softcap=50.0): CHEAP}),
-        "soft_cap",
-        "measured, it costs a KL of 0.001",
-    ),
-    "a knee keeps the loss": (
-        measurements(80.0, knees=KEPT, trials={Scheme(softcap=50.0): CHEAP}),
-        "qk_norm_cap",
-        "finds gains and a knee of 4 for this scheme: the loss changes by +0.007 nats, with a KL of 0.004 (allowed: "
-        "0.011; fresh gains and no knee: 1.100), and no input can give a |logit| over 200",
-    ),
-    "no knee keeps the loss": (
-        measurements(300.0, knees=LOST),
-        "qk_norm",
-        "norms with a knee cost more than the 0.005 nats that calibrate() allows: 0.007 with a knee of 4",
-    ),
-    "q_norm already": (
-        measurements(300.0, scheme=Scheme(q="rms")),
-        "Scheme(q='rms', k='auto')",
-        "a cap of 50 would bend the largest logit",
-    ),
-    "Qwen3": (
-        measurements(12.0, normed=True),
-        "none",
-        "a cap of 50 would bend the largest logit by 1.9%: nothing need be added",
-    ),
-    "Qwen3, with gains that allow large logits": (
+    "rule 1: Qwen3": (measurements(12.0, normed=True), "none", "its norms bound them: nothing need be added"),
+    "rule 1: Qwen3 with a bound": (
         measurements(12.0, normed=True, bound=900.0),
         "none",
-        "the gains allow far more than was seen: watch them and the logits with LogitMonitor",
+        "its norms bound them, at most 900 for any input: nothing need be added",
     ),
-    "Qwen3 with large gains": (
-        measurements(60.0, normed=True, bound=300.0),
-        "Scheme(softcap=110.0)",
-        "in proportion to their gains (to at most 300 for any input), and these gains allow large ones",
+    "rule 1: Gemma 2": (measurements(90.0, own_cap=50.0), "none", "its cap of 50 bounds them: nothing need be added"),
+    "rule 2: a knee keeps the loss": (
+        measurements(80.0, knees=KEPT, trials=CAPPED),
+        "qk_norm_cap",
+        "a knee of 4 costs +0.007 nats (KL 0.004) and bounds |logit| by 200 for any input",
     ),
-    "patched with norms of large gains": (
-        measurements(60.0, scheme=NORMED, normed=True),
-        "Scheme(q='rms', k='rms', softcap=110.0)",
-        "if the gains grow in training, decay or clip them",
-    ),
-    "DeepSeek V3": (
+    "rule 2: DeepSeek V3": (
         measurements(20.0, latent=True, knees=KEPT),
         "qk_norm_cap",
-        "a server has to cache one number more for each token and head",
+        "a server with a latent cache must hold one number more for each token and head",
     ),
-    "no knee and no cap suits the model": (
-        measurements(300.0, knees=LOST),
-        "qk_norm",
-        "calibrate() removes most of that cost, with a knee nearly all of it: vectors below the knee keep their length",
+    "rule 3: large": (
+        measurements(80.0),
+        "Scheme(softcap=140.0)",
+        "a cap of 140 bends the largest logit by 10%, and bounds later ones",
     ),
-    "Gemma 2": (
-        measurements(90.0, own_cap=50.0),
-        "none",
-        "its cap of 50 bends the largest logit by 47%, and bounds larger ones too",
+    "rule 3: 50 is measured to cost much": (
+        measurements(80.0, trials=DEAR_CAPS | {Scheme(softcap=140.0): CHEAP}, knees=LOST),
+        "Scheme(softcap=140.0)",
+        "no knee was cheap enough, or none was tried; a cap needs no calibration",
     ),
-    "Gemma 2, saturated": (measurements(150.0, own_cap=50.0), "qk_norm", "passes 1.0% of the gradient"),
-    "capped and normed, saturated": (
+    "rule 3: logits that do not matter to predictions": (measurements(500.0, trials=CAPPED), "soft_cap", "a cap of 50"),
+    "rule 3: Qwen3 with large gains": (
+        measurements(60.0, normed=True, bound=300.0),
+        "Scheme(softcap=110.0)",
+        "norms are there already; a cap needs no calibration",
+    ),
+    "rule 3: patched with norms of large gains": (
+        measurements(60.0, scheme=NORMED, normed=True),
+        "Scheme(q='rms', k='rms', softcap=110.0)",
+        "norms are there already",
+    ),
+    "rule 3: capped and normed, saturated": (
         measurements(150.0, own_cap=50.0, normed=True, scheme=dataclasses.replace(NORMED, softcap=50.0)),
         "Scheme(q='rms', k='rms', softcap=260.0)",
-        "a cap of 260 bends it by 10%",
+        "a cap of 260 bends the largest logit by 10%",
     ),
-}
+    "rule 4: every cap and every knee costs much": (
+        measurements(80.0, trials=DEAR_CAPS, knees=LOST),
+        "qk_norm",
+        "calibrate(max_loss_increase=...) keeps most of the loss",
+    ),
+    "rule 4: q_norm already": (
+        measurements(80.0, scheme=Scheme(q="rms"), trials={
+            Scheme(q="rms", softcap=50.0): DEAR, Scheme(q="rms", softcap=140.0): DEAR}),
+        "Scheme(q='rms', k='auto')",
+        "every cap that was tried changes predictions",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("known", "name", "reason"), CASES.values(), ids=CASES)
-def test_the_scheme_and_its_reason(known, name, reason):
+def test_four_rules_and_at_most_four_lines(known, name, reason):
     advice = advise(known)
     assert advice.name == name
+    assert 2 <= len(advice.reasons) <= 4
+    assert all(len(line) <= 110 for line in advice.reasons)
     assert any(reason in text for text in advice.reasons), advice.reasons
-    assert f"the largest |logit| is {known.largest:.1f} (worst, head 1)" in advice.reasons
-
-
-@pytest.mark.parametrize(
-    ("queries", "both", "harmful"), [(0.05, 1.1, True), (0.5, 0.6, False)]
-)  # only a measured cost blames the keys
-def test_the_norm_of_the_keys_is_called_damaging_where_that_was_measured(queries, both, harmful):
-    trials = {SCHEMES["q_norm"]: Prediction(1.5, queries, 0.9), SCHEMES["qk_norm"]: Prediction(2.5, both, 0.5)}
-    (reason,) = [text for text in advise(measurements(300.0, trials=trials)).reasons if "measured with fresh" in text]
-    assert ("the keys' norm is the damaging half" in reason) == harmful
-    assert f"{queries:.2g}" in reason
-    unmeasured = advise(measurements(300.0)).reasons
-    assert any("q_norm costs less" in text for text in unmeasured)
+    assert advice.reasons[0].startswith(f"the largest |logit| is {known.largest:.1f} (worst, head 1)")
 
 
 @pytest.mark.parametrize(
@@ -180,5 +151,3 @@ def test_knees_are_tried_with_a_harmless_cap(known, expected):
 def test_the_chosen_knee_has_a_margin_over_the_smallest_within_the_limit():
     assert KEPT.chosen == TRIALS[3]
     assert LOST.chosen is None
-    assert KEPT.to_dict()["chosen"] == 4
-    assert KEPT.to_dict()["trials"][0] == {"knee": 0.0, "rise": 0.4, "kl": 0.2, "bound": 40.0}

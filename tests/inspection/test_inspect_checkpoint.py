@@ -24,12 +24,12 @@ def checkpoint(tmp_path):
 
 def test_a_checkpoint_is_inspected_on_a_text(checkpoint):
     text = checkpoint.parent / "text.txt"
-    found = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
+    found = inspect_checkpoint(str(checkpoint), data=str(text), max_tokens=600)
     assert isinstance(found, Inspection)
     assert (found.tokens, found.length) == (512, 128)  # as far as its positions reach
     assert found.model == str(checkpoint)
     patch_model(sharp_model("llama", vocab_size=257), "qk_norm").save_pretrained(checkpoint)
-    again = inspect_checkpoint(str(checkpoint), texts=str(text), tokens=600)
+    again = inspect_checkpoint(str(checkpoint), data=str(text), max_tokens=600)
     assert again.scheme == SCHEMES["qk_norm"].resolve()
     assert again.model_type == "qknorm_llama"
 
@@ -43,19 +43,19 @@ def test_missing_files_are_named_in_one_line(checkpoint):
         (str(checkpoint.parent), "config.json is missing: is this a checkpoint of transformers?"),
     ):
         with pytest.raises((OSError, ValueError), match=message) as error:
-            inspect_checkpoint(name, texts=text)
+            inspect_checkpoint(name, data=text)
         assert "\n" not in str(error.value)
     with pytest.raises(FileNotFoundError, match="no such file or folder: ./none.txt"):
-        inspect_checkpoint(str(checkpoint), texts="./none.txt")
+        inspect_checkpoint(str(checkpoint), data="./none.txt")
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"model_type": "bert"}))
     with pytest.raises(ValueError, match="bert has bidirectional attention"):
-        inspect_checkpoint(str(checkpoint), texts=text)
+        inspect_checkpoint(str(checkpoint), data=text)
     (checkpoint / "config.json").write_text(json.dumps(config))
     for path in checkpoint.glob("tokenizer*"):
         path.unlink()
     with pytest.raises((OSError, ValueError), match=f"{checkpoint}: ") as error:
-        inspect_checkpoint(str(checkpoint), texts=text)
+        inspect_checkpoint(str(checkpoint), data=text)
     assert "\n" not in str(error.value)
     assert "tokenizer" in str(error.value)
 
@@ -84,13 +84,13 @@ def test_damaged_checkpoints_are_reported_in_one_line(checkpoint, damage, patche
     change, message = DAMAGE[damage]
     change(checkpoint)
     with pytest.raises(ValueError, match=message) as error:
-        inspect_checkpoint(str(checkpoint), texts=str(checkpoint.parent / "text.txt"), tokens=600)
+        inspect_checkpoint(str(checkpoint), data=str(checkpoint.parent / "text.txt"), max_tokens=600)
     assert "\n" not in str(error.value)
 
 
 def test_the_advice_for_a_trained_model(shared):
     text = str(shared / "data" / "tinyshakespeare.txt")
-    found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), texts=text, tokens=2048)
+    found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), data=text, max_tokens=2048)
     assert found.advice.name == "qk_norm_cap"
     assert found.risks[0].layer == "model.layers.3.self_attn"
     assert found.risks[0].max_logit > 50
@@ -100,4 +100,4 @@ def test_the_advice_for_a_trained_model(shared):
         > 100 * found.trials[Scheme(softcap=50.0)].kl
     )
     assert 0 < found.knees.chosen.knee < KNEES[-1]
-    assert f"a knee of {found.knees.chosen.knee:.3g} for this scheme" in " ".join(found.table().split())
+    assert f"a knee of {found.knees.chosen.knee:.3g} costs" in " ".join(found.table().split())

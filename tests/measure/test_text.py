@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.measure.text import as_batches, check_batches, check_text, load_text, tokenize
+from hf_qknorm.small_model import byte_tokenizer
 
 
 def test_text_from_a_file_and_from_a_folder(tmp_path):

@@ -180,7 +180,7 @@ def test_a_plain_checkpoint_with_impossible_settings(case, tmp_path):
     with pytest.raises(ValueError, match=f"config.json.*{message.removeprefix('config.json')}"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", "soft_cap")
     with pytest.raises(ValueError, match=f"config.json.*{message.removeprefix('config.json')}"):
-        inspect_checkpoint(str(tmp_path / "source"), texts=str(tmp_path / "text.txt"))
+        inspect_checkpoint(str(tmp_path / "source"), data=str(tmp_path / "text.txt"))
 
 
 def test_a_tensor_of_another_size_is_named(checkpoint):

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 import hf_qknorm as qk
-from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 

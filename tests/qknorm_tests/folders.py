@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm.demo.training import byte_tokenizer
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.tables import make_batch
 
 

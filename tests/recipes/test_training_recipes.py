@@ -13,8 +13,8 @@ import scratch
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm.demo.training import byte_tokenizer
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 

@@ -88,10 +88,7 @@ def test_text_and_table_have_the_knee_and_its_bound():
 def test_json_round_trip_of_a_knee():
     report = with_a_knee()
     data = json.loads(json.dumps(report.to_dict()))
-    assert [(item["knee"], item["loss"], item["kl"]) for item in data["knees"]] == [
-        (0.0, 1.7, 0.2),
-        (4.0, 1.531, 0.004),
-    ]
+    assert data["knees"]["4.0"] == {"loss": 1.531, "kl": 0.004, "agreement": 0.97}
     assert data["layers"]["layers.1"]["bound"] == 151
     again = Calibration.from_dict(data)
     assert again == report
@@ -99,55 +96,40 @@ def test_json_round_trip_of_a_knee():
     assert again.layers["layers.0"].after.beyond_k == (0.5,)
 
 
-PREDICTED = Prediction(1.0).to_dict()
-
-
-@pytest.mark.parametrize("method", ["fit", "fit_qk"])
-def test_a_report_by_a_method_of_earlier_versions_loads(method, tmp_path):
-    report = dataclasses.replace(example(), method=method)
-    report.save(tmp_path / "report.json")
-    assert Calibration.load(tmp_path / "report.json") == report
-    assert str(report).startswith(f"{method}: loss 1.415 unpatched")
-
-
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("format", 2, "report.format is 2, expected 1"),
-        ("method", ..., "report.method is missing"),
-        ("method", 3, "report.method is 3, expected a name"),
-        ("speed", 3, "report.speed is unknown"),
-        ("method", "| moments |", "report.method is '| moments |', expected a name"),
-        ("tokens", 1.5, "report.tokens is 1.5, expected a whole number"),
-        ("base_model", "/home/me/llama", "report.base_model is '/home/me/llama', expected a name on the Hub"),
-        ("dataset", "a/b\n---", "report.dataset is .*, expected a name on the Hub"),
-        ("scheme", {"qq": "rms"}, "unknown scheme field 'qq'"),
-        ("cap", float("nan"), "report.cap is nan, expected a finite number > 0"),
-        ("cap", 10**400, "report.cap is 1000.*, expected a number that a float can hold"),
-        ("base", 3.0, "report.base is 3.0, expected a mapping"),
-        ("base", None, "report.base is null, expected numbers with the method 'moments'"),
-        ("method", "measured", "report.base is not null, expected null with the method 'measured'"),
-        ("layers/layers.1/before", None, "report.layers.layers.1.before is null, expected numbers"),
-        ("base/perplexity", ..., "report.base.perplexity is missing"),
-        ("layers/a | b", {}, "a name in report.layers is 'a | b', expected a module's path"),
-        ("layers/layers.0/gain_q", 1.0, "report.layers.layers.0.gain_q is 1.0, expected a list"),
-        ("layers/layers.1/before/rms_k", [True], r"report.layers.layers.1.before.rms_k\[0\] is True"),
-        ("layers/layers.1/before/median", [1.0], "report.layers.layers.1.before.median is unknown"),
-        ("layers/layers.1/after/beyond_q", 0.5, "report.layers.layers.1.after.beyond_q is 0.5, expected a list"),
-        ("knees", [{}] * 1001, "report.knees is .*, expected a list of at most 1000 predictions by knee"),
-        ("knees", [{"knee": 4.0}], r"report.knees\[0\].loss is missing"),
-        ("knees", [{"knee": -1, **PREDICTED}], r"report.knees\[0\].knee is -1.0, expected a finite number ≥ 0"),
+        ("format", 2, "report: format: Input should be 1, got 2"),
+        ("method", ..., "report: method: Field required$"),
+        ("method", 3, "report: method: Input should be a valid string, got 3"),
+        ("speed", 3, "report: speed: Unexpected keyword argument, got 3"),
+        ("method", "| moments |", "report: method: String should match pattern .*, got '| moments |'"),
+        ("tokens", 1.5, "report: tokens: Input should be a valid integer, got 1.5"),
+        ("tokens", -1, "report: tokens: Input should be greater than or equal to 0, got -1"),
+        ("base_model", "/home/me/llama", "report: base_model: .*expected a name on the Hub"),
+        ("dataset", "a/b\n---", "report: dataset: .*expected a name on the Hub"),
+        ("scheme", {"qq": "rms"}, "report: scheme: .*unknown scheme field 'qq'"),
+        ("cap", float("nan"), "report: cap: Input should be "),
+        ("cap", 0, "report: cap: Input should be greater than 0, got 0"),
+        ("base", 3.0, "report: base.*, got 3.0"),
+        ("base", None, "report: base is null, expected numbers with the method 'moments'"),
+        ("method", "measured", "report: base is not null, expected null with the method 'measured'"),
+        ("layers/layers.1/before", None, "report: layers.layers.1.before is null, expected numbers"),
+        ("layers/a | b", {}, "report: layers.'a | b'"),
+        ("layers/layers.0/gain_q", 1.0, "report: layers.layers.0.gain_q: .*, got 1.0"),
+        ("layers/layers.1/before/rms_k", [True], "layers.layers.1.before.rms_k.0: Input should be a valid number"),
+        ("layers/layers.1/before/median", [1.0], "layers.layers.1.before.median: Unexpected keyword argument"),
+        ("knees", {"x": {"loss": 1.0}}, "report: knees.x"),
+        ("knees", {"4.0": {}}, "report: knees.4.0.loss: Field required"),
+        ("knees", {"-1.0": {"loss": 1.0}}, "report: knees.*greater than or equal to 0"),
+        ("knees", {str(i): {"loss": 1.0} for i in range(1001)}, "report: knees: .*at most 1000 items"),
     ],
 )
-def test_malformed_reports_are_refused_by_key(path, value, message):
-    with pytest.raises(ValueError, match=message):
+def test_malformed_reports_are_refused_by_field(path, value, message):
+    with pytest.raises(ValueError, match=message) as error:
         Calibration.from_dict(changed(example().to_dict(), path, value))
-
-
-@pytest.mark.parametrize("keys", [("judged",), ("base_model", "dataset"), ("judged", "base_model", "dataset")])
-def test_older_reports_without_newer_keys_are_read(keys):
-    data = {key: value for key, value in example().to_dict().items() if key not in keys}
-    assert Calibration.from_dict(data) == example()
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 2000
 
 
 def test_reports_with_numbers_that_are_not_finite_are_read():
@@ -164,10 +146,10 @@ def test_errors_name_the_file(tmp_path):
     example().save(file)
     assert Calibration.load(file) == example()
     for text, message in {
-        "{": "report.json is no JSON",
-        "[]": r"report.json: report is \[\], expected a mapping",
-        "[" * 100_000: "report.json is (nested too deeply|no JSON)",
-        '{"a":' * 150 + "1" + "}" * 150: "report.json is nested too deeply",
+        "{": "report.json: Invalid JSON",
+        "[]": r"report.json: Input should be .*, got \[\]",
+        "[" * 100_000: "report.json: Invalid JSON: recursion limit exceeded",
+        '{"a":' * 150 + "1" + "}" * 150: "report.json: method: Field required; .*; and 6 more",
     }.items():
         file.write_text(text)
         with pytest.raises(ValueError, match=message):

@@ -13,7 +13,7 @@ from hf_qknorm import Calibration, patch_model
 from hf_qknorm.convert.card import render_card
 from hf_qknorm.files.names import REPORT as FILE
 from hf_qknorm.files.untrusted import is_shallow
-from hf_qknorm.model.record import drop_record, load_record, own_tensors, record_of, sample_all, write_record
+from hf_qknorm.model.record import drop_record, load_record, record_of, write_record
 from qknorm_tests.hostile import REPORT, changed, variants
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tiny import tiny_model
@@ -25,8 +25,8 @@ def model() -> Any:
 
 
 @pytest.fixture(scope="module")
-def report(model) -> dict[str, Any]:
-    return REPORT.to_dict() | {"weights": dict(list(sample_all(own_tensors(model)).items())[:1])}
+def report() -> dict[str, Any]:
+    return REPORT.to_dict()
 
 
 def passed_on(model: Any, data: bytes, folder: Path) -> bool:
@@ -39,11 +39,11 @@ def passed_on(model: Any, data: bytes, folder: Path) -> bool:
     if record_of(model) is None:
         return False
     model.config.save_pretrained(folder / "out")
-    write_record(model, folder / "out", None, writes=True)
+    write_record(model, folder / "out")
     json.loads((folder / "out" / FILE).read_text(), parse_constant=pytest.fail)
     saved = Calibration.load(folder / "out" / FILE)
     card = render_card(folder / "out")
-    assert saved.stale or saved.scheme == model.config.scheme
+    assert saved.scheme == Calibration.load(folder / "in" / FILE).scheme
     assert not any(part in card for part in ("<b>", "\u202e", "javascript", "unknown"))
     return True
 
@@ -77,8 +77,6 @@ NAMED = {
     "layers/layers.0/after/entropy": [1.0, math.nan],
     "layers/layers.0/bound": -math.inf,
     "layers/layers.0/speed": 1,
-    "weights/a\u202eb": "00",
-    "weights/a": "../b",
     "layers": dict.fromkeys(map(str, range(10_001)), {}),
 }
 
@@ -86,8 +84,7 @@ NAMED = {
 @pytest.mark.parametrize("path", NAMED)
 def test_the_warning_names_the_field(path, model, report, tmp_path, caplog):
     assert not passed_on(model, written(changed(report, path, NAMED[path])), tmp_path)
-    field = path.replace("/", ".") if path.isascii() and path != "weights/a" else "report.weights"
-    assert field in caplog.text
+    assert path.replace("/", ".") in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -96,12 +93,3 @@ def test_the_warning_names_the_field(path, model, report, tmp_path, caplog):
 def test_files_that_are_no_report(text, model, tmp_path, caplog):
     assert not passed_on(model, text, tmp_path)
     assert str(tmp_path / "in" / FILE) in caplog.text
-
-
-def test_lengths_that_were_not_measured_are_null(model, report, tmp_path):
-    """Earlier versions wrote NaN, as for layers of Gemma 4 that attend to the keys of others."""
-    old = changed(report, "layers/layers.0/after/rms_k", [math.nan])
-    assert passed_on(model, written(old), tmp_path)
-    found = Calibration.load(tmp_path / "out" / FILE).layers["layers.0"]
-    assert found.after.rms_k is None
-    assert found.before.rms_k == (2.0,)

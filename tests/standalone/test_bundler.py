@@ -82,4 +82,4 @@ def test_a_table_is_limited_to_the_given_keys(run):
 
 def test_imports_inside_functions_are_refused():
     with pytest.raises(ValueError, match="function imports the package"):
-        Bundle((("hf_qknorm.commands", "_demo"),))
+        Bundle((("hf_qknorm.cli", "demo"),))

@@ -16,15 +16,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import Calibration, cli
-from hf_qknorm.demo import conversion as demo_conversion
-from hf_qknorm.demo import data as demo_data
-from hf_qknorm.demo import run as demo_run
-from hf_qknorm.demo.results import Measured, Run, summary
+from hf_qknorm import demo as demo_module
+from hf_qknorm.demo import run_demo, summary
 from hf_qknorm.scheme import SCHEMES
+from hf_qknorm.small_model import Measured, Run
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
-FILES = ["loss.png", "model", "report.json"]
+FILES = ["demo.png", "model", "report.json"]
 DEMO = ["demo", "--data", "corpus.txt", "--base-steps", "2", "--steps", "4", "--out", "out"]
 
 
@@ -34,7 +33,7 @@ def here(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     small = partial(tiny_model, "llama", vocab_size=257, max_position_embeddings=512)
-    monkeypatch.setattr(demo_data, "small_llama", lambda layers: small())
+    monkeypatch.setattr(demo_module, "small_llama", lambda layers: small())
     return tmp_path
 
 
@@ -51,22 +50,22 @@ def test_a_demo_prints_and_writes_everything(here, capsys):
         ("calibrated", 0.001),
     ]
     for run in report["runs"]:
-        assert [point["step"] for point in run["measured"]] == [0, 1, 2, 3, 4]
-        assert {key: run["measured"][0][key] for key in ("loss", "max_logit")} == report["conversion"][run["model"]]
-        assert f"{run['measured'][-1]['loss']:.3f}" in printed
-    assert report["reloaded"] == {"class": "QKNormLlamaForCausalLM", "largest_difference": 0}
+        assert list(run["measured"]) == ["0", "1", "2", "3", "4"]
+        assert run["measured"]["0"] == report["conversion"][run["model"]]
+        assert f"{run['measured']['4']['loss']:.3f}" in printed
+    assert report["reloaded"] == "reloaded in a new process as QKNormLlamaForCausalLM: logits differ by 0"
     assert list(report["texts"]) == ["prompt", "unpatched", "calibrated"]
     assert report["removed"].startswith("not removed: the norms hold no mean length")  # the random model needs none
-    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(os.listdir(out)) == FILES
-    for text in ("It takes about ", "logits differ by 0", "At a rate of 0.01, 10 times 0.001:", "first plot: my demo/"):
+    for text in ("logits differ by 0", "At a rate of 0.01, 10 times 0.001:", "figure: my demo/"):
         assert text in printed
     assert max(map(len, printed.splitlines())) <= 120
     check_checkpoint(out / "model", report)
     line = next(line for line in printed.splitlines() if line.startswith("next step: "))
     command, *arguments = shlex.split(line.removeprefix("next step: ").partition(" (")[0])
     assert command == "hf-qknorm"
-    assert cli.main([*arguments, "--texts", "corpus.txt", "--tokens", "512"]) == 0
+    assert cli.main([*arguments, "--data", "corpus.txt", "--max-tokens", "512"]) == 0
 
 
 def check_checkpoint(folder: Path, report: dict) -> None:
@@ -87,7 +86,7 @@ def check_checkpoint(folder: Path, report: dict) -> None:
 @pytest.mark.usefixtures("default_signals")
 def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
     """Ctrl-C after two steps of the second run: the first is whole, and the second has its first two steps."""
-    measure = demo_run.measure
+    measure = demo_module.measure
     calls = iter(range(100))
 
     def measured(model, batches):
@@ -95,16 +94,15 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
             os.kill(os.getpid(), signal.SIGINT)
         return measure(model, batches)
 
-    for module in (demo_conversion, demo_run):
-        monkeypatch.setattr(module, "measure", measured)
+    monkeypatch.setattr(demo_module, "measure", measured)
     assert cli.main(DEMO) == 130
     captured = capsys.readouterr()
-    assert captured.err.rpartition("hf-qknorm: ")[2] == "stopped by SIGINT: written whole: out\n"
+    assert captured.err.endswith("hf-qknorm: stopped; a file or folder is written whole or not at all\n")
     assert "(after 2 of 4 steps)" in captured.out
     assert sorted(os.listdir("out")) == FILES
     report = json.loads((here / "out" / "report.json").read_text())
     assert [len(run["measured"]) for run in report["runs"]] == [5, 3]
-    assert (here / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (here / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert AutoModelForCausalLM.from_pretrained("out/model").config.scheme.softcap == 50
     monkeypatch.undo()
 
@@ -113,27 +111,26 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
 @pytest.mark.usefixtures("default_signals")
 @pytest.mark.costly
 def test_a_demo_that_is_interrupted_before_its_conversion_changes_nothing(here, capsys, monkeypatch):
-    monkeypatch.setattr(demo_conversion.subprocess, "run", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
+    monkeypatch.setattr(demo_module.subprocess, "run", lambda *_, **__: os.kill(os.getpid(), signal.SIGINT))
     assert cli.main(DEMO) == 130
-    assert capsys.readouterr().err.rpartition("hf-qknorm: ")[2] == "stopped by SIGINT: nothing was written\n"
     assert os.listdir() == ["corpus.txt"]
     (here / "out").mkdir()
     (here / "out" / "report.json").write_text("{}")
+    (here / "out" / "demo.png").write_text("of an earlier demo")
     assert cli.main(DEMO) == 130
-    assert capsys.readouterr().err.endswith("stopped by SIGINT: nothing was written; as before: out\n")
-    assert os.listdir("out") == ["report.json"]
+    assert "demo.png" in os.listdir("out")
     monkeypatch.undo()
 
 
 @pytest.mark.costly
 def test_a_checkpoint_is_converted_and_not_trained(here, capsys, monkeypatch):
-    reloaded = subprocess.CompletedProcess([], 0, stdout='{"class": "other", "largest_difference": 0}')
-    monkeypatch.setattr(demo_conversion.subprocess, "run", lambda *_, **__: reloaded)  # another test has the process
+    reloaded = subprocess.CompletedProcess([], 0, stdout="as other")
+    monkeypatch.setattr(demo_module.subprocess, "run", lambda *_, **__: reloaded)  # another test has the process
     model = tiny_model("llama", vocab_size=257, max_position_embeddings=512, initializer_range=0.5)
     save_with_tokenizer(model, here / "source")
     assert cli.main(["demo", "--data", "corpus.txt", "--checkpoint", "source", "--out", "out"]) == 0
     report, printed = json.loads((here / "out" / "report.json").read_text()), capsys.readouterr().out
-    assert report["runs"] == []
+    assert "runs" not in report
     loss = float(report["removed"].removeprefix("held-out loss "))
     assert loss == pytest.approx(report["conversion"]["unpatched"]["loss"], abs=0.05)
     assert f"   without norms: {report['removed']}" in printed
@@ -144,12 +141,19 @@ def test_a_checkpoint_is_converted_and_not_trained(here, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("checkpoint", "expected"), [(None, 1), ("CKPT", 2)])
 def test_the_small_llama_computes_with_one_thread(here, monkeypatch, checkpoint, expected):
-    monkeypatch.setattr(demo_run, "_run", lambda *_: {"threads": torch.get_num_threads()})
+    seen = []
+
+    def stop(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo_module, "_prepare", stop)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert demo_run.run_demo(demo_data.Settings(checkpoint=checkpoint)) == {"threads": expected}
-        assert torch.get_num_threads() == 2
+        with pytest.raises(KeyboardInterrupt):
+            run_demo(checkpoint=checkpoint)
+        assert (seen, torch.get_num_threads()) == ([expected], 2)
     finally:
         torch.set_num_threads(before)
 

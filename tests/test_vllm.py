@@ -10,8 +10,8 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.families import known_types
-from hf_qknorm.integrations.vllm import register
 from hf_qknorm.model import derived
+from hf_qknorm.vllm import register
 
 
 @pytest.fixture(scope="module")

@@ -1,1 +1,0 @@
-"""`hf-qknorm demo`: train, convert, continue training, compare. Downloads nothing."""

@@ -1,1 +1,0 @@
-"""Plugins for training tools that build the model themselves."""
