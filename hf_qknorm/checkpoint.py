@@ -111,7 +111,7 @@ def model_class_of(config: Any, folder: Path) -> Any:
     Raises ValueError, naming config.json, for a class that transformers does not have.
     """
     architectures: list[str] = config.architectures or []  # `read_config` has checked the type
-    patched = config.model_type.startswith(TYPE_PREFIX)
+    patched = type(config).model_type.startswith(TYPE_PREFIX)
     found: Any = getattr(transformers, "".join(architectures[:1]).removeprefix(PREFIX), None)
     is_model = isinstance(found, type) and issubclass(found, PreTrainedModel)
     if is_model and found.config_class is not None:

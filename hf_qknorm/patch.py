@@ -80,6 +80,7 @@ def patch_model(
     configs = [(owner, patched_config(owner.config, scheme)) for owner in config_owners(model)]
     for _, config in configs if scheme.changes_nothing else ():
         config.saves_as_base = True
+        config.name_type()
     try:
         share_config(model)
         for owner, config in configs:

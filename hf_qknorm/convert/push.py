@@ -140,7 +140,7 @@ def _stage(checkpoint: Any, repo_id: str, temporary: Path) -> Any:
     for file in weight_files(folder):
         check_inside(folder, folder / file)
     source = open_source(folder)
-    if not source.config.model_type.startswith(TYPE_PREFIX):
+    if not type(source.config).model_type.startswith(TYPE_PREFIX):
         raise ValueError(
             f"{folder} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert), or patch the "
             "model and save it. `hf upload` pushes plain models, as exports are"

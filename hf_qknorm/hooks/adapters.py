@@ -6,8 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from hf_qknorm.families import known_types
-from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.hooks.auto_classes import add_derived
 
 GAIN: Final = re.compile(r"(.+\.[qkv]_norm)\.(?:.+\.)?(weight|bias)")  # in a model, and in files of all methods of PEFT
 PREFIX: Final = "base_model.model."  # of the names in an adapter
@@ -17,7 +16,12 @@ def add_targets(constants: Any) -> None:
     """Give every derived model type the default targets of its base."""
     for name, table in vars(constants).items():
         if name.startswith("TRANSFORMERS_MODELS_TO_"):
-            table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_types() if known in table})
+            add_derived(table)
+
+
+def add_experts(conversion: Any) -> None:
+    """Let PEFT find the experts of every derived model type as those of its base."""
+    add_derived(conversion._MODEL_TO_CONVERSION_PATTERN)
 
 
 def allow_package(allowed: Callable[[], list[str]]) -> list[str]:

@@ -46,3 +46,16 @@ def add_model_types(modeling_auto: Any) -> None:
         for auto, own in classes_of(model_type).items():  # of several classes, transformers selects by `architectures`
             first, *others = (f"{PREFIX}{name}" for name in own)
             AUTO_CLASSES[auto][derived_type] = (first, *others) if others else first
+
+
+def add_processors(auto: Any) -> None:
+    """Let a module of transformers' Auto classes find the processors of every derived type by its base type."""
+    tables = [x for x in vars(auto).values() if hasattr(x, "_reverse_config_mapping")]
+    for model_type in known_types():
+        for table in tables:
+            table._reverse_config_mapping[f"{PREFIX}{CONFIG_MAPPING_NAMES[model_type]}"] = model_type
+
+
+def add_derived(table: dict[str, Any]) -> None:
+    """Give every derived model type the entry of its base, in a table of another library that is keyed by type."""
+    table.update({f"{TYPE_PREFIX}{known}": table[known] for known in known_types() if known in table})

@@ -54,8 +54,8 @@ def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: A
             raise ValueError(
                 f"{name} of this {type(model).__name__} is patched, and the model's config does not hold its scheme "
                 f"({layer.scheme}): a checkpoint would load without it. Call unpatch_model on the part that was "
-                "patched by itself, and patch_model on the whole model (tower=... names a part); or save that part by "
-                "itself"
+                "patched by itself, and patch_model on the whole model (tower=... names a part); or save that part "
+                "by itself"
             )
     return save(model, *args, **kwargs)
 

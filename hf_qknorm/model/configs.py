@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hf_qknorm.families import check_scheme
-from hf_qknorm.families.class_names import AUTO_CLASSES, PREFIX, TYPE_PREFIX, types_of
+from hf_qknorm.families import FAMILIES, check_scheme
+from hf_qknorm.families.class_names import AUTO_CLASSES, COMPARED, PREFIX, TYPE_PREFIX, types_of
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.config_checks import check_settings, config_errors, config_file
 from hf_qknorm.scheme import Scheme
@@ -88,6 +88,16 @@ class QKNormConfig(_Config):
         self.attn_logit_softcapping = cap
         if not scheme.changes_nothing:
             self.__dict__.pop("saves_as_base", None)
+        self.name_type()
+
+    def name_type(self) -> None:
+        """Set the type that other libraries read in memory; config.json has the derived one.
+
+        It is the base's where the model's own forward computes attention, and where libraries compare types.
+        """
+        vars(self).pop("model_type", None)
+        if self.saves_as_base or self.base_model_type in COMPARED or self.base_model_type not in FAMILIES:
+            vars(self)["model_type"] = self.base_model_type
 
     def base(self) -> _Config:
         """Return a copy as the family's own config, without the scheme."""
@@ -131,6 +141,18 @@ class QKNormConfig(_Config):
             write_standalone_code(self, Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
+    def get_mtp_config(self) -> Any:
+        """Return the config of multi-token prediction, or raise ValueError where it would take the scheme's norms.
+
+        transformers builds its norms of the class of the first norm in a layer, which the scheme's is.
+        """
+        if self.scheme.norms and not FAMILIES[self.base_model_type].latent:
+            raise ValueError(
+                "generate(use_mtp=True) is not supported for a scheme with norms: its layers would take the scheme's "
+                "norm for the model's. Leave out use_mtp"
+            )
+        return super().get_mtp_config()
+
     @classmethod
     def is_custom_code(cls) -> bool:
         """Return False: transformers renames the layer types of custom configs, which the model's own code reads."""
@@ -165,8 +187,8 @@ def check_architectures(config: Any) -> None:
         if not _fits(base, type(config)):
             raise ValueError(
                 f'{config_file(config)}: "architectures" names {name}, a class of {", ".join(sorted(types_of(base)))}, '
-                f"which does not fit model_type {config.model_type!r}. Restore the config.json that was saved with the "
-                "weights"
+                f"which does not fit model_type {type(config).model_type!r}. Restore the config.json that was saved "
+                "with the weights"
             )
 
 

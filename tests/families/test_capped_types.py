@@ -137,7 +137,7 @@ def test_it_saves_and_loads(model_type, tmp_path):
     model.save_pretrained(tmp_path)
     again = getattr(transformers, TYPES[model_type][0]).from_pretrained(tmp_path)
     assert type(again) is type(model)
-    assert again.config.model_type == f"qknorm_{model_type}"
+    assert type(again.config).model_type == f"qknorm_{model_type}"
     assert again.config.scheme == Scheme(softcap=CAP)
     assert torch.equal(again(**batch)[0], expected)
 
