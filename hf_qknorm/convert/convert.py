@@ -189,7 +189,7 @@ def _check_convertible(source: Source, scheme: Scheme, length: int | None, stand
         raise ValueError(
             f"{folder / CONFIG}: this checkpoint is quantised. Convert the one in full precision, then quantise that"
         )
-    if config.model_type.startswith(TYPE_PREFIX):
+    if type(config).model_type.startswith(TYPE_PREFIX):
         raise ValueError(
             f"{source.name} is converted already ({config.scheme}): convert the original checkpoint instead. Take the "
             f"norms off one that was trained on: hf-qknorm export {source.name} DST --data TEXT"

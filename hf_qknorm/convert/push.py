@@ -204,7 +204,7 @@ def _check_repository(api: HfApi, repo_id: str, config: Any, private: bool | Non
     if CONFIG in files:
         stored = read_json(Path(api.hf_hub_download(repo_id, CONFIG, revision=revision)))
         sizes = {config.attribute_map.get(size, size): getattr(config, size) for size in SIZES}
-        own = {"model_type": config.model_type, **sizes}
+        own = {"model_type": type(config).model_type, **sizes}
         other = [f"{key} {shorten(stored.get(key))}, expected {x}" for key, x in own.items() if stored.get(key) != x]
     else:
         other = [name for name in files if name.endswith((".safetensors", ".bin", ".gguf"))]

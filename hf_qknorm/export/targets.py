@@ -20,7 +20,7 @@ from typing import Any, Final
 
 from hf_qknorm.export import phi, transforms
 from hf_qknorm.export.tensor_plan import TensorPlan
-from hf_qknorm.families import FAMILIES
+from hf_qknorm.families import CAPPED, FAMILIES
 from hf_qknorm.scheme import Scheme
 
 SEPARATE: Final = ("gemma2", "llama", "mistral", "mixtral", "qwen2")  # with a projection for q alone, and no norm of it
@@ -145,12 +145,13 @@ def find_target(config: Any) -> Target:
     """Return the target of a patched model's config. Raises ValueError, with what would be lost, if there is none."""
     base, scheme = config.base_model_type, config.scheme
     norms, capped = set(scheme.norms), scheme.softcap is not None
-    if not norms and (not capped or FAMILIES[base].own_cap):  # the type stays, and a fused projection is not split
+    own_cap = FAMILIES.get(base, CAPPED).own_cap
+    if not norms and (not capped or own_cap):  # the type stays, and a fused projection is not split
         if scheme.scale is not None and base not in (*SEPARATE, *transforms.NORMED):
             raise ValueError(
                 f"scale={scheme.scale:g} would be lost: {base} has no projection of the queries alone to fold it into"
             )
-        return Target(base, (), FAMILIES[base].own_cap, lambda config: {}, (transforms.scale_queries,))
+        return Target(base, (), own_cap, lambda config: {}, (transforms.scale_queries,))
     for target in TARGETS.get(base, ()):
         alike = (capped, bool(norms)) == (target.cap, bool(target.norms))
         if alike and norms <= set(target.norms):

@@ -131,7 +131,7 @@ class PassFilter:
         self.masks: dict[nn.Module, list[Tensor | None]] = {}  # of nested models: their own, and their encoder's
 
     def observe(self, model: nn.Module, observers: Mapping[str, Any]) -> list[Callable[[], Any]]:
-        """Add the observers to the layers of these names, and hook all transformers models.
+        """Add observers to the layers of these names, and hook all transformers models.
 
         Returns the calls that undo this. Pickles and copies of the model hold them.
         """
@@ -170,8 +170,7 @@ class PassFilter:
         mask = next(reversed(self.masks.values()))[encoder] if self.masks else None
         if mask is None or (encoder and mask.shape[1] != length):
             return None
-        real = mask[:rows, -length:].to(device).bool()
-        real = nn.functional.pad(real, (length - real.shape[1], 0), value=True)
+        real = nn.functional.pad(mask[:rows, -length:].to(device).bool(), (max(length - mask.shape[1], 0), 0), value=True)
         return None if bool(real.all()) else real
 
 

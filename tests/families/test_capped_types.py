@@ -9,14 +9,25 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, logit_statistics, patch_model, unpatch_model
+from hf_qknorm import (
+    FAMILIES,
+    SCHEMES,
+    LogitMonitor,
+    Scheme,
+    add_standalone,
+    logit_statistics,
+    patch_model,
+    unpatch_model,
+)
 from hf_qknorm.families import check_scheme
 from hf_qknorm.families.style import FROM_5_24
 from hf_qknorm.measure.bounds import logit_bounds
 from hf_qknorm.model.attention import patched_layers
+from qknorm_tests.children import child
 from qknorm_tests.error_budget import error
 from qknorm_tests.tables import assert_near, fingerprint
 from qknorm_tests.tiny import TINY
@@ -62,7 +73,7 @@ def batch_for(model_type: str) -> dict[str, Tensor]:
     tokens = torch.randint(3, 64, (2, 20), generator=generator)
     mask = torch.ones_like(tokens)
     mask[0, -6:] = 0
-    decoder = {"decoder_input_ids": tokens[:, :9]} if model_type == "t5" else {}
+    decoder = {"decoder_input_ids": tokens[:, :9].contiguous()} if model_type == "t5" else {}
     return {"input_ids": tokens, "attention_mask": mask, **decoder}
 
 
@@ -127,6 +138,15 @@ def test_none_and_observers_change_nothing(model_type):
     assert {n: x.max_logit.tolist() for n, x in unpatched.items()} == {n: x.max_logit.tolist() for n, x in seen.items()}
 
 
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_training_step_is_sampled(model_type):
+    model, monitor = patch_model(made(model_type), Scheme(softcap=CAP)).train(), LogitMonitor(every=1)
+    with monitor.watch(model, 1):
+        result(model, batch_for(model_type))
+    assert list(monitor.last.layers) == list(patched_layers(model))
+    assert all(layer.cap == CAP and min(layer.max_logit) > CAP for layer in monitor.last.layers.values())
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", TYPES)
 def test_it_saves_and_loads(model_type, tmp_path):
@@ -140,6 +160,33 @@ def test_it_saves_and_loads(model_type, tmp_path):
     assert type(again.config).model_type == f"qknorm_{model_type}"
     assert again.config.scheme == Scheme(softcap=CAP)
     assert torch.equal(again(**batch)[0], expected)
+
+
+ALONE = """
+import sys
+sys.modules["hf_qknorm"] = None
+import torch, transformers
+from safetensors.torch import load_file
+for name, auto in zip(sys.argv[1::2], sys.argv[2::2]):
+    tensors = load_file(name + "/batch.safetensors")
+    out = tensors.pop("out")
+    model = getattr(transformers, auto).from_pretrained(name, trust_remote_code=True)
+    with torch.no_grad():
+        print(type(model).__module__.partition(".")[0], bool((model(**tensors)[0] - out).norm() < 1e-5 * out.norm()))
+"""
+
+
+@torch.no_grad()
+def test_stand_alone_code_computes_the_same(tmp_path):
+    arguments: list[str] = []
+    for model_type, (auto, _) in TYPES.items():
+        model, batch = patch_model(made(model_type), Scheme(softcap=CAP)), batch_for(model_type)
+        model.save_pretrained(tmp_path / model_type)
+        add_standalone(tmp_path / model_type)
+        save_file(batch | {"out": model(**batch)[0].contiguous()}, tmp_path / model_type / "batch.safetensors")
+        arguments += [str(tmp_path / model_type), auto]
+    printed = child(ALONE, *arguments, home=tmp_path).splitlines()
+    assert printed == ["transformers_modules True"] * len(TYPES)
 
 
 @torch.no_grad()
