@@ -170,13 +170,13 @@ class PassFilter:
         mask = next(reversed(self.masks.values()))[encoder] if self.masks else None
         if mask is None or (encoder and mask.shape[1] != length):
             return None
-        real = nn.functional.pad(mask[:rows, -length:].to(device).bool(), (max(length - mask.shape[1], 0), 0), value=True)
+        front = max(length - mask.shape[1], 0)
+        real = nn.functional.pad(mask[:rows, -length:].to(device).bool(), (front, 0), value=True)
         return None if bool(real.all()) else real
 
 
 def _remove_observer(layer: QKNormAttention, observer: Any) -> None:
-    left = tuple(other for other in vars(layer).pop("observers", ()) if other != observer)  # none once unpatched
-    if left:
+    if left := tuple(other for other in vars(layer).pop("observers", ()) if other != observer):  # none once unpatched
         layer.observers = left
 
 
