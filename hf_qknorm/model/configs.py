@@ -95,9 +95,9 @@ class QKNormConfig(_Config):
 
         It is the base's where the model's own forward computes attention, and where libraries compare types.
         """
-        vars(self).pop("model_type", None)
+        self.__dict__.pop("model_type", None)
         if self.saves_as_base or self.base_model_type in COMPARED or self.base_model_type not in FAMILIES:
-            vars(self)["model_type"] = self.base_model_type
+            self.__dict__["model_type"] = self.base_model_type
 
     def base(self) -> _Config:
         """Return a copy as the family's own config, without the scheme."""

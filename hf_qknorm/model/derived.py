@@ -274,8 +274,7 @@ def _base_class(name: str) -> Any:
     return found or next((cls for cls in _subclasses(PreTrainedModel) if cls.__name__ == name), None)
 
 
-def _subclasses(cls: type) -> Iterator[type]:
-    subclass: type
+def _subclasses(cls: Any) -> Iterator[Any]:
     for subclass in cls.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
