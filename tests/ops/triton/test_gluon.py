@@ -18,7 +18,7 @@ import torch
 from hf_qknorm.ops.error_budget import Verdict, verdict
 from hf_qknorm.ops.triton import attention, gluon
 from hf_qknorm.ops.triton.launch import launch
-from qknorm_tests import gluon_emulator
+from qknorm_tests import gluon_emulator, gluon_machine
 from qknorm_tests.kernel_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
 from qknorm_tests.norm_cases import spread
 from qknorm_tests.tiled_cases import Case
@@ -246,7 +246,7 @@ def several_tiles() -> Problem:
 @pytest.mark.usefixtures("emulator")
 @pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
 def test_the_time_of_copies_does_not_matter(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_emulator.Barrier, "late", late)
+    monkeypatch.setattr(gluon_machine.Barrier, "late", late)
     found = judged(several_tiles())
     assert found.passed, found
 
@@ -308,9 +308,9 @@ def test_broken_kernels_are_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch
     emulate(monkeypatch, MUTANTS[mutant])
     problem, found = several_tiles(), []
     for late in (False, True):
-        monkeypatch.setattr(gluon_emulator.Barrier, "late", late)
+        monkeypatch.setattr(gluon_machine.Barrier, "late", late)
         try:
             found.append(judged(problem).passed)
-        except gluon_emulator.BrokenKernelError:
+        except gluon_machine.BrokenKernelError:
             found.append(False)
     assert not all(found)
