@@ -45,8 +45,8 @@ NARROW = dict.fromkeys(KERNELS, 128)
 SMALL = Limits(  # with the tiles for 99 KB
     NARROW | {"key_gradient_kernel": 256},
     WARPS,
-    slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 15.0, 13.5, 20.0),
-    {64: 17.0, 128: 22.0},
+    slots_of(64, 10.0, 8.0, 11.5) | slots_of(128, 15.0, 13.5, 20.5),
+    {64: 17.0, 128: 25.5},
     {64: 18.0, 128: 32.0},
 )
 LIMITS = {
@@ -60,9 +60,9 @@ LIMITS = {
     100: Limits(
         NARROW,
         dict.fromkeys(KERNELS[:3], "UTCHMMA"),
-        slots_of(64, 7.0, 5.0, 7.2) | slots_of(128, 7.0, 5.0, 7.8),
-        {64: 14.0, 128: 14.0},
-        {64: 11.2, 128: 12.5},
+        slots_of(64, 9.0, 7.0, 9.5) | slots_of(128, 9.0, 7.0, 11.0),
+        {64: 16.5, 128: 18.0},
+        {64: 11.2, 128: 13.5},
     ),
 } | dict.fromkeys((80, 86, 89, 120, 121), SMALL)
 LIMITS[103] = LIMITS[100]
@@ -70,10 +70,9 @@ GLUON = slots_of(128, 6.5, 5.5, 7.8)
 SPILL = 64  # bytes outside of the loops of tiles, which a program stores and loads once
 USUAL_SPILL = {"forward_kernel": 0, "query_gradient_kernel": 16}  # of these at head_dim 64 and 128
 OPTION_SPILL = dict.fromkeys((80, 86, 89), 24)  # of forward there with ranges or statistics
-# Forward with dropout, in the loop with a mask: smaller tiles spill nothing, but take 2 to 4 slots more for a score.
-DROPOUT_SPILL = {80: 64, 86: 64, 89: 64, 100: 240, 103: 240}
-# Of dk and dv for 9.0, at head_dim 64 and in fp16, with 18 instructions in loops: no measured tile is faster.
-MEASURED_SPILL = 56
+# Of dk and dv at head_dim 64, and for 9.0 in fp16, in loops: with Hopper's tiles, than which none measured is faster
+# there, and of the others with dropout.
+KEY_SPILLS = dict.fromkeys((80, 86, 89, 120, 121), 40) | {90: 56, 100: 240, 103: 240}
 EXTRA = 0.5  # slots of the plain kernel that Triton 3.9 adds to 3.6's, for descriptors of matrix instructions
 
 
@@ -126,11 +125,10 @@ def few_spills(report: Report, arch: int) -> int:
 
 def spill_in_loops(report: Report, arch: int) -> int:
     """The bytes that a kernel may spill in its loops of tiles."""
-    constants = report.constants
-    if report.kernel == "key_gradient_kernel" and arch == HOPPER:
-        return MEASURED_SPILL if constants["PADDED"] == 64 or report.dtype == "fp16" else 0
-    dropout = report.kernel == KERNELS[0] and constants.get("DROPOUT")
-    return DROPOUT_SPILL.get(arch, 0) if dropout else 0
+    if report.kernel != "key_gradient_kernel":
+        return 0
+    few = report.constants["PADDED"] == 64 or (arch == HOPPER and report.dtype == "fp16")
+    return KEY_SPILLS[arch] if few else 0
 
 
 def of_any_order(norm: NormConstants | None) -> bool:

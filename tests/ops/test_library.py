@@ -160,8 +160,9 @@ WRONG = [
     ({"k": q_of(2, 0, 7, 8), "v": q_of(2, 0, 7, 8)}, r"at least one head and one column, .* k \[2, 0, 7, 8\]"),
     ({x: q_of(2, 2, 5, 0) for x in "qkv"}, r"at least one head and one column, got q \[2, 2, 5, 0\]"),
     ({"mask": q_of(1, 1, 5, 7, dtype=torch.int64)}, r"the mask must be boolean .* got torch.int64"),
-    ({"scale": math.nan}, r"scale must be finite, got nan"),
-    ({"scale": math.inf}, r"scale must be finite, got inf"),
+    ({"scale": math.nan}, r"scale must be finite and greater than 0, got nan"),
+    ({"scale": math.inf}, r"scale must be finite and greater than 0, got inf"),
+    ({"scale": -1.0}, r"scale must be finite and greater than 0, got -1.0"),
     *(
         ({"softcap": x}, rf"softcap must be finite and greater than 0, got {x}")
         for x in (0.0, -5.0, math.inf, math.nan)
