@@ -127,6 +127,14 @@ def test_the_file_imports_torch_and_transformers_alone(model_type):
     assert len(longest) <= 120, longest
 
 
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_the_code_holds_nothing_that_cannot_be_pickled_by_value(model_type):
+    """vLLM sends a config's code to its engine process by value: no context variable, no class of safetensors."""
+    code = standalone_code(model_type)
+    assert "ContextVar" not in code
+    assert not [line for line in code.splitlines() if line.startswith("from safetensors")]
+
+
 @pytest.mark.slow
 def test_an_installed_package_is_used_instead(folders):
     """The package's classes are used with and without `trust_remote_code`, and whether or not it is imported."""

@@ -15,16 +15,16 @@ LEAST = tl.constexpr(1e-30)  # of a ratio: 0 has an infinite logarithm
 
 @triton.jit
 def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """Shift, factor, unit and pull `[M]` of the rows x `[M, P]`; `real` `[P]` is False for padding.
+    """Shift, factor and pull `[M]`, and the unit, of the rows x `[M, P]`; `real` `[P]` is False for padding.
 
-    `norm` is `NormArguments`. n times the unit is of length D^(1/p) beyond the knee; the pull is the slope of a row's
-    divisor, over D. A row of zeros (for a centred norm: of equal entries) has factor 0: it stays zero and gets no
-    gradient.
+    `norm` is `NormArguments`. The pull times the sum of dn·n is the part of a gradient dn of n that a row's divisor
+    takes back; of an Lp norm this holds for n times the unit, a number. A row of zeros (for a centred norm: of equal
+    entries) has factor 0: it stays zero and gets no gradient.
     """
     zeros = tl.zeros([x.shape[0]], tl.float32)
     shift = zeros
     factor = zeros + 1.0
-    unit = factor
+    unit = 1.0
     pull = zeros
     if NORM is not None:
         order = 2.0
@@ -41,12 +41,13 @@ def statistics(x, real, norm, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
             own = tl.sum(_power(tl.abs(x) / peak[:, None], order), 1) / HEAD_DIM
             size = _smooth_maximum(own, _power(floor / peak, order), sharpness)
             factor = tl.where(largest > 0, tl.exp2(-tl.log2(size) / order) * (length / peak), 0.0)
+            unit = 1.0 / length  # powers of n itself would overflow
+            pull = zeros + 1.0 / HEAD_DIM
         else:
             own = tl.sum(x * x, 1) / HEAD_DIM
             size = _smooth_maximum(own, zeros + eps, sharpness)
             factor = tl.where(own > 0, length / tl.sqrt_rn(size), 0.0)
-        unit = unit / length
-        pull = zeros + 1.0 / HEAD_DIM
+            pull = zeros + 1.0 / (length * length * HEAD_DIM)
         if sharpness > 1.0:
             pull *= tl.exp2((sharpness - 1.0) * tl.log2(tl.maximum(own / size, LEAST)))
     return shift, factor, unit, pull
@@ -78,12 +79,11 @@ def backward(dn, x, real, shift, factor, unit, pull, p, HEAD_DIM: tl.constexpr, 
     n = tl.where(real[None, :], (x - shift[:, None]) * factor[:, None], 0.0)
     dx = dn
     if NORM is not None:
-        units = n * unit[:, None]
-        slope = units
+        slope = n
         if NORM.any_order:
-            size = _power(tl.abs(units), p - 1.0)
+            size = _power(tl.abs(n) * unit, p - 1.0)
             slope = tl.where(n < 0, -size, size)
-        dx = dn - slope * (tl.sum(dn * units, 1) * pull)[:, None]
+        dx = dn - slope * (tl.sum(dn * n, 1) * unit * pull)[:, None]
         if NORM.centred:
             dx -= (tl.sum(dx if NORM.any_order else dn, 1) / HEAD_DIM)[:, None]
     return dx * factor[:, None], n
