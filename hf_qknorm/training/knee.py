@@ -20,6 +20,7 @@ from hf_qknorm.model.knees import NO_NORM, check_norms, knee_of, set_knee
 from hf_qknorm.ops.norms import shown_knee
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them
+ROUNDING: Final = 0.2  # of a knee in a norm's shape, at most
 logger = logging.getLogger(__name__)
 
 
@@ -117,7 +118,8 @@ class KneeSchedule(TrainerCallback, ExportableState):
         if path == self._asked:  # to look at the norms waits for a GPU
             return
         self._asked = path
-        self.value = further(path, min(knee_of(kwargs["model"]), NO_NORM))
+        present = min(knee_of(kwargs["model"]), NO_NORM)  # moved by hand, or the path's own, rounded by each norm
+        self.value = path if math.isclose(present, path, rel_tol=ROUNDING) else further(path, present)
         set_knee(kwargs["model"], self.value)
 
     def _path(self, done: float, start: float) -> float:
