@@ -251,8 +251,8 @@ def _stored(folder: Path, *, plain: bool) -> dict[str, Tensor]:
 
 
 @contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Hide the report and the progress bar of transformers' loading."""
+def quiet_transformers() -> Iterator[None]:
+    """Hide transformers' progress bars, and its reports on loading."""
     verbosity, shown = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
@@ -267,7 +267,7 @@ def quiet_loading() -> Iterator[None]:
 def _load(source: Source, loader: Any, place: Path | None, **options: Any) -> Any:
     """Load by `loader.from_pretrained`, and refuse weights that do not fit."""
     try:
-        with quiet_loading():
+        with quiet_transformers():
             model, info = loader.from_pretrained(place, output_loading_info=True, **options)
     except (MemoryError, torch.OutOfMemoryError):
         raise
@@ -275,7 +275,9 @@ def _load(source: Source, loader: Any, place: Path | None, **options: Any) -> An
         text = str(error) if isinstance(error, ValueError) else describe_error(error)
         if str(source.folder) in text:
             raise
-        text = " ".join(text.removeprefix("None: ").removeprefix("state_dict: ").split())  # it knows no folder
+        for unknown in ("the checkpoint: ", "state_dict: "):  # it knows no folder
+            text = text.removeprefix(unknown)
+        text = " ".join(text.split())
         raise ValueError(f"{source.folder}: {text} (the class is {loader.__name__})") from error
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""

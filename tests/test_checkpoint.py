@@ -95,8 +95,8 @@ def test_an_inspection_of_layers_in_files(tmp_path, monkeypatch):
     folder = save_with_tokenizer(sharp_model("llama", vocab_size=300), tmp_path / "source", max_shard_size="60KB")
     text = tmp_path / "text.txt"
     text.write_text("to be, or not to be: that is the question. " * 20)
-    whole = inspect_checkpoint(str(folder), texts=str(text), tokens=512)
+    whole = inspect_checkpoint(str(folder), data=str(text), max_tokens=512)
     monkeypatch.setattr(measured_checkpoint, "placement", lambda place, _, offload: placement(place, 60_000, offload))
-    streamed = inspect_checkpoint(str(folder), texts=str(text), tokens=512)
+    streamed = inspect_checkpoint(str(folder), data=str(text), max_tokens=512)
     assert streamed.base.loss == whole.base.loss
     assert streamed.advice.scheme == whole.advice.scheme

@@ -95,7 +95,9 @@ def test_python_runs_and_prints_what_the_page_shows(snippet):
         pytest.skip("tests/families/test_contributing.py runs it")
     text = printed(snippet)
     if snippet == README:
-        assert words(text).startswith("moments, knee # sharpness #: loss # unpatched, # with fresh gains, # calibrated")
+        assert words(text).startswith(
+            "moments, knee #, sharpness #: loss # unpatched, # with fresh gains, # calibrated"
+        )
     elif snippet.output is not None:
         assert text == snippet.output
 

@@ -22,9 +22,10 @@ from hf_qknorm.checkpoint import (
     load_model,
     load_tokenizer,
     open_source,
+    quiet_transformers,
 )
 from hf_qknorm.convert.card import write_card
-from hf_qknorm.families import check_scheme
+from hf_qknorm.families import FAMILIES, check_scheme
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.destinations import check_folder
@@ -168,7 +169,7 @@ def _write(model: Any, source: Source, folder: Path, *, standalone: bool, shard:
     if is_offloaded(model):  # transformers would save tied weights twice
         state = {name: x for name, x in model.state_dict().items() if name not in model.all_tied_weights_keys}
         options = {"state_dict": state, "max_shard_size": shard}
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), quiet_transformers():
         warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, **options)
     copy_files(source, folder)
@@ -202,6 +203,11 @@ def _check_convertible(source: Source, scheme: Scheme, length: int | None, stand
     try:
         scheme = scheme.resolve()
         check_scheme(config.model_type, config, scheme)
+        if config.model_type not in FAMILIES and config.sub_configs:
+            raise ValueError(
+                f"model_type {config.model_type!r} is not supported by conversions: it holds several models. Patch one "
+                "of them in memory, patch_model(model, ..., tower=...), and save it with model.save_pretrained"
+            )
         sequence_length(config, length)
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG}: {error}") from error

@@ -15,7 +15,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_qknorm.checkpoint import copy_files, load_model, open_source, quiet_loading
+from hf_qknorm.checkpoint import copy_files, load_model, open_source, quiet_transformers
 from hf_qknorm.export.constant_norms import fold_constant_norms
 from hf_qknorm.export.targets import Target, find_target
 from hf_qknorm.export.tensor_plan import TensorPlan
@@ -129,7 +129,7 @@ def _native_model(plan: TensorPlan, config: Any) -> Any:
     """Load the tensors of the plan into the target's class. Raises ValueError for any that do not fit."""
     model_class = getattr(transformers, config.architectures[0])
     options = {"config": config, "state_dict": plan.tensors(), "dtype": config.dtype, "output_loading_info": True}
-    with quiet_loading():
+    with quiet_transformers():
         native, info = model_class.from_pretrained(None, **options)
     for keys, problem in (("unexpected_keys", "would be lost"), ("missing_keys", "would be missing")):
         if found := sorted(info[keys]):

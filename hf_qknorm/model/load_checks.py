@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import product
 from typing import Any, Final
 
@@ -17,24 +16,13 @@ from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
 from hf_qknorm.model.norms import NORM_FIELDS, OLD, shape_problem
 
-PARAMETERS: Final = ("weight", "bias", "knee")  # of a norm
+TENSORS: Final = ("weight", "bias", "knee")  # of a norm
 DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 DTYPES: Final = frozenset(DTYPES_OF_TORCH.values())
-_SKIPPED: Final = [False]  # whether the caller of from_pretrained compares the tensors; a ContextVar can't be pickled
 
 
 class UnpatchedClassError(ValueError):
     """Raised when a class of transformers gets a patched checkpoint or its config."""
-
-
-@contextmanager
-def skip_load_checks() -> Iterator[None]:
-    """Skip the checks of missing tensors and shapes: the caller makes them, and can name the file of a tensor."""
-    before, _SKIPPED[0] = _SKIPPED[0], True
-    try:
-        yield
-    finally:
-        _SKIPPED[0] = before
 
 
 def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, files: list[str] | None) -> None:
@@ -44,8 +32,8 @@ def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, file
     """
     norms = {name for layer in patched_layers(model).values() for name in head_norms(layer)}
     for where, name, tensor in _tensors(state_dict, files or []) if norms else ():
-        *_, norm, parameter = ["", *name.split(".")]
-        if norm not in norms or parameter not in PARAMETERS:
+        *_, norm, field = ["", *name.split(".")]
+        if norm not in norms or field not in TENSORS:
             continue
         sliced = hasattr(tensor, "get_dtype")
         dtype = tensor.get_dtype() if sliced else DTYPES_OF_TORCH.get(tensor.dtype, str(tensor.dtype))
@@ -54,7 +42,7 @@ def check_stored(model: PreTrainedModel, state_dict: dict[str, Any] | None, file
                 f"{where}: {shorten(name)} has dtype {dtype}, expected one of {', '.join(sorted(DTYPES))}: norms are "
                 "never quantised. Restore the weights"
             )
-        if parameter == "knee" and (problem := shape_problem(tensor[...])):
+        if field == "knee" and (problem := shape_problem(tensor[...])):
             raise ValueError(f"{where}: {shorten(name)} {problem}")
 
 
@@ -75,15 +63,13 @@ def _tensors(state_dict: dict[str, Any] | None, files: list[str]) -> Iterator[tu
 
 
 def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, Any]], *, others: bool = False) -> None:
-    """Raise ValueError for norm parameters of another shape in the weights than in the model.
+    """Raise ValueError for norm tensors of another shape in the weights than in the model.
 
     `mismatched` holds name, shape in the weights, and shape in the model. The error is raised with
     `ignore_mismatched_sizes=True` too: a fresh gain in place of a trained one changes the model. With `others`, other
     tensors raise RuntimeError, as in transformers.
     """
-    if _SKIPPED[0]:
-        return
-    own = _norm_parameters(model)
+    own = _norm_tensors(model)
     mismatched = sorted((name, list(got), list(expected)) for name, got, expected in mismatched)
     wrong = [found for found in mismatched if found[0] in own]
     if wrong:
@@ -98,32 +84,35 @@ def check_shapes(model: PreTrainedModel, mismatched: Iterable[tuple[str, Any, An
 
 
 def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Raise ValueError for norm parameters that the weights lack, or that the scheme has no place for."""
-    if _SKIPPED[0]:
-        return
-    own = _norm_parameters(model)
+    """Raise ValueError for norm tensors that the weights lack, or that the scheme has no place for."""
+    own = _norm_tensors(model)
     prefix = f"{model.base_model_prefix}."
 
     def ours(keys: Iterable[str]) -> list[str]:
         return sorted(key for key in keys if key in own or f"{prefix}{key}" in own or key.removeprefix(prefix) in own)
 
-    if old := [key for key in ours(missing) if key.endswith(".knee")]:
-        name = model.config._name_or_path or "the checkpoint"
-        raise ValueError(f"{name} has no {shorten(old[0])}: it was {OLD}")
-    for what, keys in (("missing from the weights", missing), ("in the weights but not in the scheme", unexpected)):
-        if found := ours(keys):
-            raise _disagreement(model, what, found)
+    lacking, extra = ours(missing), ours(unexpected)
+    if lacking and all(key.endswith(".knee") for key in lacking):
+        raise ValueError(f"{_place(model)}: no {shorten(lacking[0])} is in the weights: they were {OLD}")
+    if lacking or extra:
+        what = "missing from the weights" if lacking else "in the weights but not in the scheme"
+        raise _disagreement(model, what, lacking or extra)
 
 
-def _norm_parameters(model: PreTrainedModel) -> set[str]:
-    """Return the possible names of the norms' parameters, for any scheme."""
-    return {".".join(parts) for parts in product(patched_layers(model), NORM_FIELDS, PARAMETERS)}
+def _norm_tensors(model: PreTrainedModel) -> set[str]:
+    """Return the possible names of the norms' tensors, for any scheme."""
+    return {".".join(parts) for parts in product(patched_layers(model), NORM_FIELDS, TENSORS)}
 
 
 def _disagreement(model: PreTrainedModel, what: str, keys: list[str]) -> ValueError:
     scheme = {str(layer.scheme): None for layer in patched_layers(model).values()}
     return ValueError(
-        f"{model.config._name_or_path or 'the checkpoint'}: {len(keys)} norm parameters are {what}, first "
-        f"{keys[0]!r}. The config (config.json, or a qk_norm argument) has qk_norm = {' and '.join(scheme)}; loading "
-        "would silently change the model. Restore the matching config.json or weights, or drop the argument"
+        f"{_place(model)}: {len(keys)} norm tensors are {what}, first {keys[0]!r}. The config (config.json, or a "
+        f"qk_norm argument) has qk_norm = {' and '.join(scheme)}; loading would silently change the model. Restore the "
+        "matching config.json or weights, or drop the argument"
     )
+
+
+def _place(model: PreTrainedModel) -> str:
+    name = model.config._name_or_path
+    return "the checkpoint" if name in ("", "None") else name  # "None": transformers' name of from_pretrained(None)

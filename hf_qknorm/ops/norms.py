@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:  # the command's help needs no torch
+    from torch import Tensor
 
 OPENED: Final = 30.0  # log2 of the knee at which a norm is a constant factor, to a rounding in fp32
 STEP: Final = 2.0**-8  # of the numbers of a shape
@@ -77,7 +77,7 @@ class Shape(NamedTuple):
         if not knee:
             return cls(0.0, b)
         a = b + OPENED if knee >= 2.0**OPENED else math.log2(1 + knee * 2 ** (b * half)) / half
-        if not eps * 2.0**a <= torch.finfo(torch.float32).max:
+        if not eps * 2.0**a < 2.0**128:
             raise ValueError(f"a knee of {knee:g} and a mean |x|ᵖ of {power:g} give ε = {eps * 2.0**a:g}, beyond fp32")
         return cls(max(on_grid(a), STEP), b, on_grid(sharpness))
 
@@ -102,7 +102,8 @@ PLAIN: Final = Shape()
 
 def on_grid(x: float) -> float:
     """The multiple of 1/256 nearest to x that bfloat16 holds, and therefore float16 too."""
-    return float(torch.tensor(round(x / STEP) * STEP, dtype=torch.float64).bfloat16())
+    fraction, exponent = math.frexp(round(x / STEP) * STEP)
+    return math.ldexp(round(fraction * 2**8), exponent - 8)
 
 
 def shown_knee(knee: float) -> str:

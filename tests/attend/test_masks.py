@@ -223,7 +223,7 @@ def test_ends_of_packed_sequences_are_ranges(ends, given, causal, window):
         mask = create("causal", config("causal"), 9, torch.tensor(PADDING["both"]))
         padding, causal, window = dense(mask[:, 0], 9), False, None
     q = torch.zeros(2, 1, 9, 1)
-    module: Any = SimpleNamespace(scheme="none", is_causal=causal)
+    module: Any = SimpleNamespace(scheme="none", is_causal=causal, runs_own_forward=False)
     arguments = {"sliding_window": window, "cu_seq_lens_q": torch.tensor(ends, dtype=torch.int32)}
     _, seen, options = make_call(module, Heads(q, q, q), mask, **arguments)
     of = torch.tensor([sum(place >= end for end in ends) for place in range(18)]).view(2, 1, 9)

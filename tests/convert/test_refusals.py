@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BertForMaskedLM, T5ForConditionalGeneration
+from transformers import BartForConditionalGeneration, BertForMaskedLM
 
 from hf_qknorm import SCHEMES, convert_checkpoint
 from hf_qknorm.convert import convert
@@ -206,7 +206,7 @@ def test_other_refusals(llama, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "model_class", "message"),
     [
-        ("t5", T5ForConditionalGeneration, "t5 has bidirectional attention and predicts no next token"),
+        ("bart", BartForConditionalGeneration, "bart has bidirectional attention and predicts no next token"),
         ("bert", BertForMaskedLM, "BertForMaskedLM has bidirectional attention and predicts masked tokens: give batch"),
     ],
 )

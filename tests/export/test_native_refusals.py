@@ -23,16 +23,16 @@ GAIN = f"{SECOND}.self_attn.q_norm.weight"
 DAMAGE: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
     "no gains": (
         lambda t: [t.pop(name) for name in list(t) if "_norm." in name and "self_attn" in name],
-        "ours: 4 norm parameters are missing from the weights, first 'model.layers.0.self_attn.k_norm.weight'",
+        "ours: 8 norm tensors are missing from the weights, first 'model.layers.0.self_attn.k_norm.knee'",
     ),
-    "no gain": (lambda t: t.pop(GAIN), f"ours: 1 norm parameters are missing from the weights, first '{GAIN}'"),
+    "no gain": (lambda t: t.pop(GAIN), f"ours: 1 norm tensors are missing from the weights, first '{GAIN}'"),
     "one number": (
         lambda t: t.update({GAIN: torch.ones(1)}),
-        rf"ours: 1 norm parameters are of another shape in the weights \('{GAIN}' is \[1\], expected \[16\]\)",
+        rf"ours: 1 norm tensors are of another shape in the weights \('{GAIN}' is \[1\], expected \[16\]\)",
     ),
     "another norm": (
         lambda t: t.update({f"{SECOND}.self_attn.v_norm.weight": torch.ones(16)}),
-        f"ours: 1 norm parameters are in the weights but not in the scheme, first '{SECOND}.self_attn.v_norm.weight'",
+        f"ours: 1 norm tensors are in the weights but not in the scheme, first '{SECOND}.self_attn.v_norm.weight'",
     ),
     "not finite": (lambda t: t.update({GAIN: torch.full((16,), float("nan"))}), f"ours: {GAIN} holds NaN or infinity"),
 }

@@ -70,7 +70,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (_truncate, r"model.safetensors is truncated or corrupted"),
     "too many layers": (
         lambda f: configure(f, num_hidden_layers=3),
-        r"(no weights for model.layers.2|norm parameters are missing from the weights, first 'model.layers.2)",
+        r"(no weights for model.layers.2|norm tensors are missing from the weights, first 'model.layers.2)",
     ),
     "wrong type": (lambda f: configure(f, hidden_size="many"), r"config.json can't be (read|used).*hidden_size"),
 }

@@ -63,7 +63,7 @@ def refusal(folder: Path, auto: Any = AutoModelForCausalLM, **options: Any) -> s
 def test_a_missing_gain(checkpoint, auto, ignore):
     name = edit_gain(checkpoint, lambda weights, name: weights.pop(name))
     message = refusal(checkpoint, auto, ignore_mismatched_sizes=ignore)
-    assert "1 norm parameters are missing" in message
+    assert "1 norm tensors are missing" in message
     assert name.split(".", 1)[1] in message
     assert str(SCHEME) in message
 
@@ -103,8 +103,8 @@ def test_an_integer_gain_in_memory_or_pickled(checkpoint):
 def test_gains_that_the_scheme_lacks(checkpoint, auto, ignore):
     edit_config(checkpoint, lambda config: config["qk_norm"].update(q=None, k=None))
     message = refusal(checkpoint, auto, ignore_mismatched_sizes=ignore)
-    assert "4 norm parameters are in the weights but not in the scheme" in message
-    assert "k_norm.weight" in message
+    assert "8 norm tensors are in the weights but not in the scheme" in message
+    assert "k_norm.knee" in message
 
 
 @pytest.mark.parametrize("checkpoint", ["gpt2", "llama"], indirect=True)
@@ -115,7 +115,7 @@ def test_gains_of_a_base_model_that_the_full_model_lacks(checkpoint, tmp_path):
     assert "in the weights but not in the scheme" in refusal(tmp_path / "body")
     assert "in the weights but not in the scheme" in refusal(tmp_path / "body", AutoModel)
     edit_config(tmp_path / "body", lambda config: config["qk_norm"].update(q="rms", k="rms", bias=True))
-    assert "4 norm parameters are missing" in refusal(tmp_path / "body")
+    assert "4 norm tensors are missing" in refusal(tmp_path / "body")
 
 
 def test_a_scheme_that_needs_more_or_other_parameters(checkpoint):

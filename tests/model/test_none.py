@@ -17,7 +17,6 @@ from hf_qknorm import (
     add_standalone,
     calibrate,
     patch_model,
-    set_blend,
     unpatch_model,
 )
 from hf_qknorm.model.attention import patched_layers
@@ -35,7 +34,6 @@ def test_the_files_are_those_of_the_unpatched_model(model_type, tmp_path):
     model.save_pretrained(tmp_path / "unpatched")
     patch_model(model, "none")
     calibrate(model, [make_batch("plain", labels=False)])
-    set_blend(model, 0.5)
     model.save_pretrained(tmp_path / "patched")
     model.config.save_pretrained(tmp_path / "config")
     copy.deepcopy(model).save_pretrained(tmp_path / "copy")

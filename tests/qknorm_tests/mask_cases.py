@@ -66,7 +66,7 @@ def visible_keys(mask: Tensor | None, expected: Tensor, causal: bool, window: in
     """Whether each query sees each key, `[B, 1, T, S]`, in a layer of this causality and window with the mask."""
     batch, _, queries, keys = expected.shape
     q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
-    module: Any = SimpleNamespace(scheme="none", is_causal=causal)
+    module: Any = SimpleNamespace(scheme="none", is_causal=causal, runs_own_forward=False)
     heads, seen, options = make_call(module, Heads(q, k, k), mask, sliding_window=window)
     kept = heads.k.shape[2]
     visible = reference.visible(queries, kept, options.causal, options.window).expand(batch, 1, -1, -1)

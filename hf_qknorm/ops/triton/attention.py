@@ -29,8 +29,8 @@ from hf_qknorm.ops.triton.attention_forward import forward_kernel
 from hf_qknorm.ops.triton.launch import (
     LOG2E,
     LoopVariant,
-    architecture,
     as_tiles,
+    by_pointers,
     constants,
     dense,
     dropout_numbers,
@@ -131,7 +131,7 @@ class _Call(NamedTuple):
                 tile.keys,
                 padded(q.shape[-1]),
                 q.shape[-1],
-                POINTERS=not architecture(q.device).descriptors,
+                POINTERS=by_pointers(q.device),
                 CAUSAL=options.causal,
                 WINDOW=options.window is not None,
                 RANGES=visible.ranges is not None,

@@ -80,7 +80,12 @@ def dense(x: Tensor) -> Tensor:
 
 def as_tiles(x: Tensor, rows: int) -> TensorDescriptor | HeadArguments:
     """x `[B, H, T, D]`, which is `dense`, as kernels on its device load and store tiles of `rows` rows of it."""
-    return descriptor(x, rows) if architecture(x.device).descriptors else pointers(x)
+    return pointers(x) if by_pointers(x.device) else descriptor(x, rows)
+
+
+def by_pointers(device: torch.device) -> bool:
+    """Whether kernels on this device take heads as `pointers`, not as `descriptor`s."""
+    return not architecture(device).descriptors
 
 
 def pointers(x: Tensor) -> HeadArguments:
