@@ -11,7 +11,6 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.triton import norm_rope
 from hf_qknorm.ops.types import Norm, Rotary
 from qknorm_tests import interpreter
 from qknorm_tests.error_budget import assert_within_budget
@@ -121,21 +120,6 @@ def test_a_step_over_a_large_cache(dtype: torch.dtype, softcap: float | None) ->
         part = (q[row], k[row], v[row], torch.zeros_like(q[row]), ranges[row])
         exact, eager = (by_head(*part, x, softcap=softcap)[:1] for x in (torch.float64, dtype))
         check([out[row]], exact, eager)
-
-
-def test_new_keys_reach_the_end_of_a_large_cache() -> None:
-    count = 2
-    shape = (SCALE.batch, SCALE.heads[1], count, SCALE.head_dim)
-    q, k, v = (normal(*shape, dtype=BRAIN, seed=seed) for seed in range(3))
-    keys, values = (torch.zeros(CACHE, dtype=BRAIN, device=DEVICE) for _ in range(2))
-    positions = torch.arange(SCALE.keys - count, SCALE.keys, device=DEVICE)
-    knee = Norm("layer", eps=torch.tensor(4.0, device=DEVICE))
-    norms = (Norm("rms"), knee, rotation(SCALE.keys, slice(-count, None)))
-    got = norm_rope.forward(q, k, *norms, cache=norm_rope.Cache(keys, values, v, positions))
-    expected = norm_rope.forward(q, k, *norms)
-    for x, wanted in ((got.q, expected[0]), (keys[:, :, -count:], expected[1]), (values[:, :, -count:], v)):
-        assert torch.equal(x, wanted)
-    assert not any(x[:, :, :-count].any() for x in (keys, values))
 
 
 def rotation(length: int, part: slice) -> Rotary:
