@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections import Counter
 from itertools import count
+from pathlib import Path
 
 import torch
 from fuzz.draws import Target, targets
@@ -138,9 +139,12 @@ def sanitizers(cache: str) -> dict[str, str]:
     for name in ("libasan.so", "libstdc++.so"):
         command = [compiler, f"-print-file-name={name}"]
         libraries.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    sanitizing = Path(cache) / "c++"  # one word, as torch takes a compiler's name
+    sanitizing.write_text(f'#!/bin/sh\nexec {compiler} {FLAGS} "$@"\n')
+    sanitizing.chmod(0o700)
     return {
         SANITIZED: "1",
-        "CXX": f"{compiler} {FLAGS}",
+        "CXX": str(sanitizing),
         "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
