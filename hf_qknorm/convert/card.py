@@ -28,7 +28,6 @@ from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure.predictions import predictions_of
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.reports.report import MEASURED, Calibration
-from hf_qknorm.scheme import Scheme
 
 logger = logging.getLogger("hf_qknorm")
 TAG: Final = "hf_qknorm"  # identifies a card that this package generated
@@ -62,7 +61,7 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None, b
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{path} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
     report = current_report(path)
-    if report is not None and _without_knee(report.scheme) != _without_knee(config.scheme):
+    if report is not None and report.scheme != config.scheme:
         raise ValueError(
             f"{path / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the report, "
             "or calibrate again"
@@ -100,11 +99,6 @@ def write_card(
     if not drawn:  # of an earlier report
         (path / PLOT).unlink(missing_ok=True)
     return tuple(path / name for name in (CARD, *drawn, *kept))
-
-
-def _without_knee(scheme: Scheme) -> dict[str, Any]:
-    """The fields that training leaves as they are."""
-    return {key: value for key, value in scheme.to_dict().items() if key not in ("knee", "sharpness")}
 
 
 def current_report(folder: Path) -> Calibration | None:

@@ -115,10 +115,3 @@ def check_finite(data: Any, where: str) -> None:
     elif isinstance(data, list | tuple):
         for i, item in enumerate(data):
             check_finite(item, f"{where}[{i}]")
-
-
-def check_count(value: Any, where: str) -> int:
-    """Return `value`, a whole number from 0 to 2⁶³ − 1. Raises ValueError, naming `where`, otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{where} is {shorten(value)}, expected a whole number ≥ 0")
-    return value

@@ -44,11 +44,6 @@ def unwrap_peft(model: nn.Module) -> Any:
     return model.get_base_model() if isinstance(model, _loaded("peft", "PeftModel")) else model
 
 
-def is_adapted(model: nn.Module) -> bool:
-    """Whether `model` has adapters, of PEFT's wrapper or of transformers."""
-    return any(hasattr(module, "peft_config") for module in model.modules())
-
-
 def is_adapter_layer(module: nn.Module) -> bool:
     """Whether `module` is a layer that PEFT put around one of the model's own."""
     return isinstance(module, _loaded("peft.tuners.tuners_utils", "BaseTunerLayer"))
