@@ -70,6 +70,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
         self.begin = 0  # the path's first step
         self.start: float | None = None  # the knee at the path's beginning
         self.length: float | None = None  # of the path, in steps
+        self.last = 0  # the last step of the run for which the path was fixed
         self.value: float | None = None  # the present knee
         self._asked: float | None = None  # the path's number at the last step
 
@@ -80,11 +81,12 @@ class KneeSchedule(TrainerCallback, ExportableState):
 
     def at(self, step: int, steps: int, start: float) -> float:
         """The knee before step `step` (the first is 0) of a run of `steps` that begins with the knee `start`."""
-        return self._path(min(max(step - self.after * steps, 0) / self._length(steps), 1.0), start)
+        begin, length = self._span(steps)
+        return self._path(min(max(step - begin, 0) / length, 1.0), start)
 
     def state(self) -> dict[str, Any]:
         """The schedule's entry in trainer_state.json."""
-        names = ("begin", "start", "length", "value")
+        names = ("begin", "start", "length", "last", "value")
         return {"args": self.arguments, "attributes": {name: getattr(self, name) for name in names}}
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
@@ -133,13 +135,14 @@ class KneeSchedule(TrainerCallback, ExportableState):
         constant = first + (last - first) * (1 - math.cos(math.pi * done)) / 2
         return constant / (1 - constant)
 
-    def _length(self, steps: int) -> float:
-        return float(self.steps or max(self.share * steps, 1))
+    def _span(self, steps: int) -> tuple[int, float]:
+        """The first step and the length of the path in a run of `steps`; rounded down, it ends within the run."""
+        return math.floor(self.after * steps + 1e-9), float(self.steps or max(self.share * steps, 1))
 
     def _begin(self, step: int, start: float, steps: int) -> None:
         """Fix the path of a schedule that is given at a step, with `steps` of the run ahead."""
-        self.begin, self.length = step + round(self.after * steps), self._length(steps)
-        self.start = start
+        begin, self.length = self._span(steps)
+        self.begin, self.start, self.last = step + begin, start, step + steps
 
     def _resume(self, state: TrainerState, entry: Mapping[str, Any] | None) -> str:
         """Follow the path of a checkpoint, or begin another if the arguments differ. Returns the event for the log."""
@@ -153,8 +156,8 @@ class KneeSchedule(TrainerCallback, ExportableState):
         if changed := {name: value for name, value in self.arguments.items() if value != before[name]}:
             self._begin(step, self.value, state.max_steps - step)
             return f"begins again at step {step} ({', '.join(f'{name}={value}' for name, value in changed.items())})"
-        self.begin, self.start, self.length = found["begin"], found["start"], found["length"]
-        kept = "" if self.length == self._length(state.max_steps - self.begin) else " with the length in the checkpoint"
+        self.begin, self.start, self.length, self.last = (found[x] for x in ("begin", "start", "length", "last"))
+        kept = "" if self._span(self.last) == self._span(state.max_steps) else " with the length in the checkpoint"
         return f"continues{kept}"
 
     def _log(self, event: str, last: int) -> None:

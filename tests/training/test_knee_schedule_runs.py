@@ -9,10 +9,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 
-from hf_qknorm import KneeSchedule, set_knee
-from hf_qknorm.model.knees import knee_of
+from hf_qknorm import KneeSchedule, remove_norms, set_knee
+from hf_qknorm.model.knees import NO_NORM, knee_of
 from qknorm_tests.kneed import kneed, logits, plain, wrapped
 from qknorm_tests.short_runs import Record, StopAt, assert_equal_weights, trainer
 from qknorm_tests.tables import make_batch
@@ -45,6 +45,22 @@ def test_a_resumed_run_equals_an_uninterrupted_one(options, way, stop, tmp_path)
         assert resumed.config.scheme == whole.config.scheme
         assert list(resumed.state_dict()) == list(whole.state_dict())
         assert_equal_weights(resumed, whole)
+
+
+@pytest.mark.parametrize(("share", "after"), [(0.25, 0.75), (0.3, 0.7), (0.01, 0.99), (1.0, 0.0), (1 / 3, 2 / 3)])
+def test_a_path_to_the_end_of_a_run_ends_with_it(share, after):
+    """For a run of any length, at its last step and not before."""
+    schedule = KneeSchedule(share, math.inf, after=after)
+    ends = [[schedule.at(step, steps, 4.0) == NO_NORM for step in (steps - 1, steps)] for steps in range(1, 2001)]
+    assert ends == [[False, True]] * 2000
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_norms_come_off_at_the_end_of_a_run_of_any_length(steps, tmp_path):
+    model = kneed()
+    trainer(model, tmp_path, KneeSchedule(0.25, math.inf, after=0.75), max_steps=steps).train()
+    assert knee_of(model) == math.inf
+    assert type(remove_norms(model)) is LlamaForCausalLM
 
 
 def test_refused_settings():
