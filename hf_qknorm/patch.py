@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -30,6 +31,7 @@ from hf_qknorm.scheme import Scheme
 logger = logging.getLogger("hf_qknorm")
 
 
+@torch.inference_mode(False)  # else gains could never train
 def patch_model(
     model: PreTrainedModel,
     scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
@@ -178,7 +180,7 @@ def _name_unpatched(model: PreTrainedModel, marked: bool) -> None:
 
 
 def _remove_scheme(model: PreTrainedModel) -> None:
-    base_backend = vars(model).pop("qk_norm_base_backend", None)
+    backend = vars(model).pop("qk_norm_base_backend", model.config._attn_implementation)  # a loaded model has its own
     drop_record(model)
     unplan_norms(model)
     uninstall(model)
@@ -187,7 +189,9 @@ def _remove_scheme(model: PreTrainedModel) -> None:
             set_model_class(module, module.base_class)
     for owner in config_owners(model):
         set_config(owner, owner.config.base())
-    model.set_attn_implementation(base_backend or model.get_correct_attn_implementation(None))
+    model.set_attn_implementation(
+        model.get_correct_attn_implementation(None) if backend in functions.OWN_BACKENDS else backend
+    )
 
 
 def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, unpatch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
@@ -60,6 +60,14 @@ def test_names_of_the_new_parameters_keep_them_from_weight_decay(model_type, sch
     decayed = trainer.get_decay_parameter_names(model)
     assert not added & set(decayed)
     assert decayed, "projections decay as before"
+
+
+def test_gains_made_in_inference_mode_train():
+    model = sharp_model("llama")
+    with torch.inference_mode():
+        calibrate(patch_model(model, "qk_norm"), [make_batch("none", labels=False)], knee=4.0)
+    model.train()(**make_batch("none")).loss.backward()
+    assert all(norm.weight.grad.any() for norm in head_norms(model))
 
 
 def test_models_that_share_a_config_are_patched_separately():

@@ -95,13 +95,14 @@ def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
     for constant in found:
         _check_whole(constant.projection)
     rest = without_norms(next(iter(patched_layers(model).values())).scheme)
+    backend = model.config._attn_implementation
     with torch.no_grad():
         for constant in found:
             for parameter in constant.projection.parameters(recurse=False):
                 parameter.copy_(constant.folded(parameter))
     unpatch_model(model)
     if not rest.changes_nothing:
-        patch_model(model, rest)
+        patch_model(model, rest, attn_implementation=backend)
     return model
 
 

@@ -54,6 +54,19 @@ def test_a_trained_removal_ends_in_a_plain_llama(tmp_path):
     assert_near(logits(loaded.eval()), before, 2e-6)
 
 
+def test_the_users_attention_backend_stays(tmp_path):
+    model = kneed()
+    set_knee(model, math.inf)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert remove_norms(loaded).config._attn_implementation == "eager"
+    capped = patch_model(sharp_model("llama"), BELT, attn_implementation="hf_qknorm_eager")
+    calibrate(capped, TEXT, knee=4.0)
+    set_knee(capped, math.inf)
+    assert remove_norms(capped).config._attn_implementation == "hf_qknorm_eager"
+    assert unpatch_model(capped).config._attn_implementation == "sdpa"
+
+
 BELT = Scheme(q="rms", k="rms", softcap=5.0)
 
 
