@@ -41,7 +41,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
     the length in steps, which is a `share` of the run, or `steps` if given. trainer_state.json holds it, so that a
     resumed run of any length follows the same path. If the arguments differ from the checkpoint's, a new path begins at
     the present step and knee; `share` and `after` are then parts of the steps left. The knee never moves away from its
-    target.
+    target, and stays there in a second `train()`.
 
         >>> schedule = qk.KneeSchedule(share=0.5)
         >>> [schedule.at(step, steps=100, start=4.0) for step in (0, 25, 50)]
@@ -100,7 +100,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
             event = self._resume(state, entry)
         else:
             event = "begins"
-            if self.value == self.target:
+            if self.value == self.target and self.start is None:  # not a second `train()` after the path's end
                 raise ValueError(
                     f"the model's knee is {shown_knee(self.value)}, which is KneeSchedule's target: calibrate the "
                     "model with another one, as calibrate(model, data, knee=4), or leave the schedule out"
@@ -142,6 +142,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
     def _begin(self, step: int, start: float, steps: int) -> None:
         """Fix the path of a schedule that is given at a step, with `steps` of the run ahead."""
         begin, self.length = self._span(steps)
+        self._asked = None
         self.begin, self.start, self.last = step + begin, start, step + steps
 
     def _resume(self, state: TrainerState, entry: Mapping[str, Any] | None) -> str:

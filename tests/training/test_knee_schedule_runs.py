@@ -63,6 +63,27 @@ def test_norms_come_off_at_the_end_of_a_run_of_any_length(steps, tmp_path):
     assert type(remove_norms(model)) is LlamaForCausalLM
 
 
+@pytest.mark.parametrize("retry", [False, True], ids=["second run", "out of memory"])
+def test_a_path_that_has_ended_stays_at_its_target(retry, tmp_path, monkeypatch):
+    """In a second `train()`, and where transformers begins a run again with a smaller batch."""
+    model = kneed()
+    made = trainer(model, tmp_path, KneeSchedule(share=0.5), max_steps=4, auto_find_batch_size=retry)
+    steps = iter([None] * 3 + [RuntimeError("CUDA out of memory.")] * retry)
+    step = made.training_step
+
+    def training_step(*args: Any, **options: Any) -> Any:
+        if error := next(steps, None):
+            raise error
+        return step(*args, **options)
+
+    monkeypatch.setattr(made, "training_step", training_step)
+    made.train()
+    if not retry:
+        made.train()
+    assert made.state.global_step == 4
+    assert knee_of(model) == 0
+
+
 def test_refused_settings():
     with pytest.raises(ValueError, match=r"share=0 of the run: expected more than 0"):
         KneeSchedule(share=0)
