@@ -35,7 +35,8 @@ def _for_derived(model_type: str, apply: Callable[..., None] | None) -> Callable
     """Return the function for a derived type: `apply`, Liger's for its base `model_type`, or a warning without one.
 
     RoPE is left to the patched attention by default: its kernels fuse it, and Liger's writes into its inputs. The
-    function raises RuntimeError where Liger's kernels can't run.
+    function raises RuntimeError where Liger's kernels can't run. A type that keeps its base's name in memory gets its
+    base's function, with RoPE.
     """
     if apply is None:
         return partial(_warn, model_type)

@@ -19,7 +19,7 @@ pytest.importorskip("ipykernel")
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "quickstart.ipynb"
 LARGEST = 100_000  # bytes
 WIDGET = "application/vnd.jupyter.widget-view+json"  # a progress bar, where ipywidgets is installed
-LOADED = r"QKNormLlamaForCausalLM, q=rms, k=rms, softcap=50.0, knee=[\d.]+, sharpness=8; the logits differ by 0$"
+LOADED = r"QKNormLlamaForCausalLM, q=rms, k=rms, softcap=50.0; the logits differ by 0$"
 
 
 def kinds(notebook: Any) -> list[list[str]]:
