@@ -55,8 +55,8 @@ def write_record(model: Any, folder: Path) -> None:
 def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
     """Take up the record beside the weights of the checkpoint `name`, a folder or a Hub name, if there is one.
 
-    `options` are the arguments of `from_pretrained`. A report with unknown fields, or with numbers that are not finite,
-    is left out with a warning: the model's next save would pass it on.
+    `options` are the arguments of `from_pretrained`. A report of another scheme, with unknown fields, or with numbers
+    that are not finite, is left out with a warning: the model's next save would pass it on.
     """
     if name is None or isinstance(name, InMemoryName):
         return
@@ -72,7 +72,10 @@ def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
     if found is None:
         return
     try:
-        record = Calibration.load(found).to_dict()
+        report = Calibration.load(found)
+        if report.scheme != getattr(model.config, "scheme", report.scheme):
+            raise ValueError(f"{found} has the scheme {report.scheme}, and config.json has {model.config.scheme}")
+        record = report.to_dict()
         check_finite(record, f"{found}: report")
     except (OSError, ValueError) as error:
         logger.warning("the calibration report is left out: %s", error)
