@@ -137,6 +137,8 @@ class Run:
         """Take the steps; at the time `end` store the run in `state` and return None."""
         schedule = self.arm.schedule
         knee = knee_of(self.model) if schedule else 0.0
+        if schedule and knee == schedule.target:  # a calibrated model that needs no knee has none to lower
+            schedule = None
         first = self._resume(state)
         for step, batch in enumerate(batches[first:], first):
             if schedule:
@@ -206,9 +208,6 @@ class Run:
         if not state.exists():
             return 0
         stored = torch.load(state, map_location=self.model.device, weights_only=True)
-        if self.arm.schedule:
-            knee = self.arm.schedule.at(stored["step"], self.size.steps, knee_of(self.model))
-            set_knee(self.model, knee)
         self.model.load_state_dict(stored["model"])
         self.optimizer.load_state_dict(stored["optimizer"])
         self.record = stored["record"]
