@@ -90,7 +90,7 @@ def run_demo(
     check = partial(check_folder, folder, overwrite=True, **options)
     check()
     check_text(data)
-    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the tables say what the log would
+    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the tables have the same numbers
     threads, more = torch.get_num_threads(), STEPS if steps is None and checkpoint is None else steps or 0
     torch.set_num_threads(1 if checkpoint is None else threads)
     torch.manual_seed(seed)

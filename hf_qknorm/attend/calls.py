@@ -121,7 +121,7 @@ def span(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def with_ranges(call: Call, start: Tensor, stop: Tensor) -> Call:
-    """The call with the keys from `start` to `stop` alone, `[B, T]`, of those that each query saw without a mask."""
+    """The call in which each query sees the keys from `start` to `stop`, `[B, T]`, as far as it saw them before."""
     first, last = span(call) if call.visible.ranges is None else call.visible.ranges.unbind(-1)
     ranges = torch.stack([torch.maximum(first, start), torch.minimum(last, stop)], -1).to(torch.int32)
     visible, options = call.visible._replace(ranges=ranges), call.options._replace(causal=False, window=None)

@@ -97,7 +97,7 @@ def attend(
         q = servers.for_server(layer, q, options)
     eager = eager_attention if capped else layer.family.style.eager(layer)
     function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    if function.__module__ != __name__:  # those here show the heads themselves, to serve models' own forwards, too
+    if function.__module__ != __name__:  # the functions of this module show the heads themselves
         show(layer, q, k, v, mask, options)
     found: tuple[Tensor, Tensor | None] = function(layer, q, k, v, mask, **options)
     return found

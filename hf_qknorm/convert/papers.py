@@ -64,7 +64,7 @@ def mean_in_knee(scheme: Scheme) -> str:
 def change_sentences(scheme: Scheme, latent: bool = False, report: Calibration | None = None) -> list[str]:
     """Return the changes that a scheme makes to a model: sentences of Markdown, one for each part.
 
-    `latent` tells whether the model caches a latent; the report of the present weights tells the knee.
+    `latent`: whether the model caches a latent. The knee is that of the report.
     """
     sentences: list[str] = []
     parts = {"queries": scheme.q, "keys": scheme.k, "values": scheme.v}

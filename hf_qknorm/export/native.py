@@ -110,7 +110,7 @@ def export_native(
 def plan_export(model: Any, *, end_norms: bool = False) -> tuple[TensorPlan, Any]:
     """Plan the export of a patched model: return the tensors and the config.
 
-    Raises ValueError, with what would be lost, if there is no target.
+    Raises ValueError if there is no target, and names the parts that would be lost.
     """
     plan, patched = TensorPlan(own_tensors(model)), model.config
     if patched.scheme.norms and (end_norms or knee_of(model) == math.inf):

@@ -142,7 +142,7 @@ TARGETS: Final[dict[str, tuple[Target, ...]]] = {
 
 
 def find_target(config: Any) -> Target:
-    """Return the target of a patched model's config. Raises ValueError, with what would be lost, if there is none."""
+    """Return the target of a patched model's config. Raises ValueError, naming the lost parts, without one."""
     base, scheme = config.base_model_type, config.scheme
     norms, capped = set(scheme.norms), scheme.softcap is not None
     own_cap = FAMILIES.get(base, CAPPED).own_cap

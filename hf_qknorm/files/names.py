@@ -1,4 +1,4 @@
-"""The files of a checkpoint, by their names: what a conversion copies, a push uploads, and overwriting may delete."""
+"""The files of a checkpoint by name: those of a conversion, of a push, and those that overwriting may delete."""
 
 from __future__ import annotations
 

@@ -76,6 +76,6 @@ def advise(found: Inspection) -> Advice:
 
 
 def _serving(found: Inspection) -> tuple[str, ...]:
-    """What norms of latent attention ask of a server."""
+    """The requirements of norms of latent attention on a server."""
     note = "a server with a latent cache must hold one number more for each token and head; a cap needs none"
     return (note,) if found.latent else ()

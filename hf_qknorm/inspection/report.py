@@ -165,7 +165,7 @@ class Inspection:
 
     @property
     def title(self) -> str:
-        """The model, and what it was measured on."""
+        """The model and the text of its measurement."""
         heads = len(next(iter(self.layers.values())).max_logit)
         state = "unpatched" if self.scheme is None else str(self.scheme)
         return (

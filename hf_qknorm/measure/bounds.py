@@ -113,7 +113,7 @@ def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> list[tuple[No
 
     Heads have one part, or where a latent is cached two: without and with RoPE.
     """
-    if not layer.family.attention:  # what norms it has is not known
+    if not layer.family.attention:  # its norms are unknown
         return [(None, None)]
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
     if not layer.has_own_norms:

@@ -96,9 +96,12 @@ def describe_error(error: Exception) -> str:
 
 
 def config_file(config: Any) -> str:
-    """Return the path that a config was read from, for error messages."""
+    """Return the path that a config was read from, for error messages.
+
+    transformers stores the name "None" for `from_pretrained(None)`.
+    """
     name = getattr(config, "_name_or_path", None)
-    return str(Path(name) / "config.json") if name else "config.json"
+    return str(Path(name) / "config.json") if name not in (None, "", "None") else "config.json"
 
 
 def _is_share(value: Any) -> bool:

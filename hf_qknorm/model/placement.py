@@ -37,7 +37,7 @@ def placement(folder: Path, max_memory: int | str | Mapping[Any, Any] | None, of
 
 
 def memory_limits(max_memory: int | str | Mapping[Any, Any]) -> dict[Any, int]:
-    """Return the bytes that each device may hold. Raises ValueError for what is no size, or 0."""
+    """Return the bytes that each device may hold. Raises ValueError for an invalid size, and for 0."""
     limits = dict(max_memory) if isinstance(max_memory, Mapping) else {**get_max_memory(), "cpu": max_memory}
     try:
         texts = {device: int(x) if str(x).isdecimal() else x for device, x in limits.items()}

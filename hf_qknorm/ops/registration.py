@@ -40,14 +40,14 @@ def pack(heads: Heads, visible: Visible, options: Options) -> Flat:
 
 
 def unpack_norms(packed: Flat) -> tuple[Norm, Norm, Rotary | None]:
-    """What `pack_norms` packed."""
+    """The inverse of `pack_norms`."""
     *norms, cos, sin, interleaved = packed
     rotary = None if cos is sin is None else Rotary(cos, sin, interleaved)
     return Norm(*norms[: len(NORM)]), Norm(*norms[len(NORM) :]), rotary
 
 
 def unpack(packed: Flat) -> tuple[Heads, Visible, Options]:
-    """What `pack` packed."""
+    """The inverse of `pack`."""
     seen = 3 + len(NORM_ROPE)
     visible, options = packed[seen : seen + len(VISIBLE)], packed[seen + len(VISIBLE) :]
     q, k, v = packed[:3]

@@ -76,7 +76,7 @@ def _blocks(heads: Heads, visible: Visible, options: Options) -> Iterator[Block]
         rows = slice(start, min(start + size, queries))
         near = _near(rows, queries, keys, options)
         bounds = None if ranges is None else ranges[:, rows].clamp(near.start, near.stop)
-        if bounds is not None:  # read on the host: packed sequences then cost what their lengths do
+        if bounds is not None:  # read on the host: a packed sequence then costs its own length
             seen = bounds[bounds[..., 0] < bounds[..., 1]]
             near = slice(int(seen[:, 0].amin()), int(seen[:, 1].amax())) if len(seen) else slice(0, 0)
         if near.start < near.stop:

@@ -87,7 +87,7 @@ class NormArguments(NamedTuple):
 
 
 class NormConstants(NamedTuple):
-    """What a norm's arithmetic is compiled for, fields of `norms.NormKind`; `NORM` in kernels."""
+    """The compile-time constants of a norm's arithmetic, fields of `norms.NormKind`; `NORM` in kernels."""
 
     centred: bool
     summed: bool
