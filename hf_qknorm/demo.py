@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_qknorm.calibration.calibrate import calibrate
-from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source
+from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source, quiet_transformers
 from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import new_folder
@@ -104,7 +104,8 @@ def run_demo(
                 _train_base(base, batches, bar)
             models, report = _convert(base, scheme, tokenizer, batches, bar)
             with new_folder(folder, check) as new:
-                models["calibrated"].eval().save_pretrained(new / MODEL)  # with the record of its calibration
+                with quiet_transformers():
+                    models["calibrated"].eval().save_pretrained(new / MODEL)  # with the record of its calibration
                 tokenizer.save_pretrained(new / MODEL)
                 write_card(new / MODEL)
                 report["reloaded"] = _reload(models["calibrated"], batches["held_out"][0], new / MODEL)

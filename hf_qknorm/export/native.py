@@ -99,7 +99,8 @@ def export_native(
         subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
         raise ValueError(f"{subject} is not exported: {error}") from error
     with new_folder(destination, check) as out:
-        native.save_pretrained(out)
+        with quiet_transformers():
+            native.save_pretrained(out)
         (out / CONFIG).write_text(_json(native.config), encoding="utf-8")
         copy_files(source, out, card=False)  # the card is of the old model
         check_result(out)
