@@ -7,7 +7,7 @@
 Patch and calibrate before PEFT wraps the model: the norms then see the projections' output with the adapters' part.
 Without arguments the recipe first trains a small Llama on the source code of Python's library; this takes a few minutes
 on a CPU. It prints each stage and its held-out loss as it goes, and all losses as Markdown at the end. It writes the
-adapter, and a merged model (`merged`) that loads without PEFT.
+adapter and, but under ZeRO-3, a merged model (`merged`) that loads without PEFT.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import peft
-from text_trainer import BaseOptions, add_loss, make_trainer, parse, print_once, results_table, start, train_and_save
+import text_trainer as common
+from transformers.integrations import is_deepspeed_zero3_enabled
 
-from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
+from hf_qknorm import peft_modules_to_save
 
 
 @dataclass
-class Options(BaseOptions):
+class Options(common.BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
     rank: int = field(default=8, metadata={"help": "rank of the adapters"})
@@ -30,12 +31,9 @@ class Options(BaseOptions):
 
 
 def main(command: list[str] | None = None) -> dict[str, float]:
-    options, arguments = parse(Options, "qknorm-lora", command)
-    model, tokenizer, text = start(options, arguments)
-    patch_model(model, Scheme.of(options.scheme))
-    batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
-    print_once(arguments, f"calibrating {options.scheme} on {options.calibration} batches")
-    print_once(arguments, calibrate(model, batches, options.method))
+    options, arguments = common.parse(Options, "qknorm-lora", command)
+    model, tokenizer, text = common.start(options, arguments)
+    common.convert(model, options, text, arguments)
     config = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=options.rank,
@@ -45,17 +43,18 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     )
     adapted = peft.get_peft_model(model, config)
     trained, total = adapted.get_nb_trainable_parameters()
-    print_once(arguments, f"{trained:,} of {total:,} parameters are trained")
-    trainer = make_trainer(adapted, text, tokenizer, arguments, options.every)
+    common.print_once(arguments, f"{trained:,} of {total:,} parameters are trained")
+    trainer = common.make_trainer(adapted, text, tokenizer, arguments, options.every)
     losses: dict[str, float] = {}
-    add_loss(losses, f"{options.scheme}, calibrated", trainer)
-    train_and_save(trainer, losses)
-    trainer.model = adapted.merge_and_unload()
-    add_loss(losses, "merged", trainer)
-    merged = Path(arguments.output_dir) / "merged"
-    trainer.save_model(str(merged))
-    print_once(arguments, f"written: {merged}")
-    print_once(arguments, results_table(losses, trainer))
+    common.add_loss(losses, "converted", trainer)
+    common.train_and_save(trainer, losses)
+    if not is_deepspeed_zero3_enabled():  # no process has the weights to merge with
+        trainer.model = adapted.merge_and_unload()
+        common.add_loss(losses, "merged", trainer)
+        merged = Path(arguments.output_dir) / "merged"
+        trainer.save_model(str(merged))
+        common.print_once(arguments, f"written: {merged}")
+    common.print_once(arguments, common.results_table(losses, trainer))
     return losses
 
 

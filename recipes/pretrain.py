@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from text_trainer import BaseOptions, add_loss, make_trainer, parse, print_once, results_table, start, train_and_save
+import text_trainer as common
 
-from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model
+from hf_qknorm import KneeSchedule
 
 
 @dataclass
-class Options(BaseOptions):
+class Options(common.BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
     share: float = field(
@@ -29,18 +29,16 @@ class Options(BaseOptions):
 
 
 def main(command: list[str] | None = None) -> dict[str, float]:
-    options, arguments = parse(Options, "qknorm-pretrain", command)
-    model, tokenizer, text = start(options, arguments)
-    patch_model(model, Scheme.of(options.scheme))
-    batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
-    print_once(arguments, f"calibrating {options.scheme} on {options.calibration} batches")
-    print_once(arguments, report := calibrate(model, batches))
-    callbacks = [KneeSchedule(share=options.share)] if options.share and report.knee else []
-    trainer = make_trainer(model, text, tokenizer, arguments, options.every, callbacks=callbacks)
+    options, arguments = common.parse(Options, "qknorm-pretrain", command)
+    model, tokenizer, text = common.start(options, arguments)
+    report = common.convert(model, options, text, arguments)
+    lowered = options.share and (report is None or report.knee)  # a converted checkpoint has its own knee
+    callbacks = [KneeSchedule(share=options.share)] if lowered else []
+    trainer = common.make_trainer(model, text, tokenizer, arguments, options.every, callbacks=callbacks)
     losses: dict[str, float] = {}
-    add_loss(losses, f"{options.scheme}, calibrated", trainer)
-    train_and_save(trainer, losses)
-    print_once(arguments, results_table(losses, trainer))
+    common.add_loss(losses, "converted", trainer)
+    common.train_and_save(trainer, losses)
+    common.print_once(arguments, common.results_table(losses, trainer))
     return losses
 
 

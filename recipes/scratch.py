@@ -16,15 +16,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from text_trainer import Text, TextOptions, add_loss, make_trainer, parse, print_once, results_table, train_and_save
+import text_trainer as common
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import QKClip, QuacK, Scheme, patch_model
+from hf_qknorm import QKClip, QuacK, patch_model
 from hf_qknorm.small_model import byte_tokenizer, small_llama
 
 
 @dataclass
-class Options(TextOptions):
+class Options(common.TextOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
     scheme: str = "qk_norm"
@@ -42,22 +42,22 @@ def random_model(options: Options, tokens: int) -> Any:
         model = small_llama()
     else:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.config, vocab_size=tokens))
-    return patch_model(model, Scheme.of(options.scheme))
+    return patch_model(model, options.scheme)
 
 
 def main(command: list[str] | None = None) -> dict[str, float]:
-    options, arguments = parse(Options, "qknorm-scratch", command)
+    options, arguments = common.parse(Options, "qknorm-scratch", command)
     tokenizer = byte_tokenizer() if options.tokenizer is None else AutoTokenizer.from_pretrained(options.tokenizer)
-    text, model = Text(options, tokenizer), random_model(options, len(tokenizer))
-    trainer = make_trainer(model, text, tokenizer, arguments, options.every)
+    text, model = common.Text(options.text, options.length, tokenizer), random_model(options, len(tokenizer))
+    trainer = common.make_trainer(model, text, tokenizer, arguments, options.every)
     if options.quack is not None:
         QuacK.attach(trainer, options.quack)
     if options.qk_clip is not None:  # after the monitor, which must see logits before they are clipped
         trainer.add_callback(QKClip(model, options.qk_clip))
     losses: dict[str, float] = {}
-    add_loss(losses, "random weights", trainer)
-    train_and_save(trainer, losses)
-    print_once(arguments, results_table(losses, trainer))
+    common.add_loss(losses, "random weights", trainer)
+    common.train_and_save(trainer, losses)
+    common.print_once(arguments, common.results_table(losses, trainer))
     return losses
 
 

@@ -16,11 +16,11 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.integrations import is_deepspeed_zero3_enabled
 
-from hf_qknorm import LogitMonitor
-from hf_qknorm.calibration.options import METHODS
+from hf_qknorm import Calibration, LogitMonitor, calibrate, patch_model
 from hf_qknorm.measure.text import load_text, sample_batches, tokenize
-from hf_qknorm.small_model import byte_tokenizer, small_llama, train
+from hf_qknorm.small_model import byte_tokenizer, mean_loss, small_llama, train
 
 HELD_OUT = 0.1  # the share of the text at its end
 HELD_OUT_ROWS = 48  # held-out rows to evaluate on
@@ -69,9 +69,6 @@ class BaseOptions(TextOptions):
     base_steps: int = field(default=200, metadata={"help": "steps of training for the small Llama"})
     scheme: str = "qk_norm_cap"
     calibration: int = field(default=16, metadata={"help": "batches of calibration text"})
-    method: str | None = field(
-        default=None, metadata={"choices": list(METHODS), "help": "default: closed-form gains, and a search for a knee"}
-    )
 
 
 def parse(kind: type[T], out: str, command: list[str] | None) -> tuple[T, Arguments]:
@@ -86,10 +83,10 @@ def parse(kind: type[T], out: str, command: list[str] | None) -> tuple[T, Argume
 class Text:
     """The tokens of a text, split into a training part and a held-out part."""
 
-    def __init__(self, options: TextOptions, tokenizer: PreTrainedTokenizerBase) -> None:
-        text = load_text(options.text)
+    def __init__(self, source: str | None, length: int, tokenizer: PreTrainedTokenizerBase) -> None:
+        text = load_text(source)
         cut = int(len(text) * (1 - HELD_OUT))
-        self.length = options.length
+        self.length = length
         self.seen, self.held_out = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
         if (least := min(len(self.seen), len(self.held_out))) < self.length:
             raise ValueError(
@@ -118,13 +115,26 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
     if options.checkpoint is not None:
         tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
         model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32, use_safetensors=True)
-        return model, tokenizer, Text(options, tokenizer)
+        return model, tokenizer, Text(options.text, options.length, tokenizer)
     tokenizer, model = byte_tokenizer(), small_llama()
-    text = Text(options, tokenizer)
+    text = Text(options.text, options.length, tokenizer)
     print_once(arguments, f"training a small Llama first, for {options.base_steps} steps (or give --checkpoint)")
     batches = text.batches(options.base_steps, arguments.per_device_train_batch_size, arguments.seed)
     train(model, batches, rate=2e-3, warmup=20, decay=True)
     return model, tokenizer, text
+
+
+def convert(model: Any, options: BaseOptions, text: Text, arguments: Arguments) -> Calibration | None:
+    """Patch and calibrate a model, and return the report; a checkpoint that is converted already stays as it is."""
+    if hasattr(model.config, "qk_norm"):
+        print_once(arguments, f"{options.checkpoint} is converted already: {model.config.scheme}")
+        return None
+    patch_model(model, options.scheme)
+    batches = text.batches(options.calibration, arguments.per_device_train_batch_size, arguments.seed + 1)
+    print_once(arguments, f"calibrating {options.scheme} on {options.calibration} batches")
+    report = calibrate(model, batches)
+    print_once(arguments, report)
+    return report
 
 
 def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, every: int, **options: Any) -> Trainer:
@@ -147,14 +157,20 @@ def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, e
     return trainer
 
 
-def held_out_loss(trainer: Trainer) -> float:
-    """Return the loss on the held-out rows, in nats per token."""
-    return float(trainer.evaluate()["eval_loss"])
-
-
 def add_loss(losses: dict[str, float], name: str, trainer: Trainer) -> None:
-    """Add the model's held-out loss to `losses`, and print it."""
-    losses[name] = held_out_loss(trainer)
+    """Add the model's loss on the held-out rows to `losses`, in nats per token, and print it.
+
+    Before training every process measures it by itself: `Trainer.evaluate` would leave the model without DDP then, so
+    that processes train apart without an error, and DeepSpeed refuses it. ZeRO-3's parts have no loss before training.
+    """
+    if trainer.state.global_step:
+        losses[name] = float(trainer.evaluate()["eval_loss"])
+    elif is_deepspeed_zero3_enabled():
+        return
+    else:
+        rows = torch.stack([row["input_ids"] for row in trainer.eval_dataset]).to(trainer.model.device)
+        with trainer.compute_loss_context_manager():
+            losses[name] = mean_loss(trainer.model, list(rows.split(trainer.args.per_device_eval_batch_size)))
     print_once(trainer.args, f"held-out loss, {name}: {losses[name]:.4f}")
 
 

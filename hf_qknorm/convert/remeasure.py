@@ -129,7 +129,7 @@ def export_measured(
 
     Both models are loaded, one after the other, and their losses measured on the first `tokens` tokens of `texts` (a
     source for `load_text`), in sequences of `length` tokens. Sharp norms, opened in training, cost little
-    (recipes/results/seat_belt.md).
+    (recipes/results/removal.md).
 
     Raises ValueError, with nothing written, if the loss rises by more than `max_loss_increase` nats per token (None
     means no limit), and what `export_native` raises.

@@ -34,7 +34,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
 
     The schedule begins with the run, or behind the part `after` of it: `KneeSchedule(0.25, math.inf, after=0.75)` keeps
     the bound of sharp norms while the learning rate is high and opens it as the rate falls, so that `remove_norms` can
-    take them off at the end (recipes/results/seat_belt.md).
+    take them off at the end (recipes/results/removal.md).
 
     The knee lies in the weights, so that every checkpoint of the run holds its own, under DeepSpeed and FSDP and in an
     adapter too, and a resumed run continues. The path is fixed when the run begins: the first step, the knee there, and

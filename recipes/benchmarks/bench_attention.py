@@ -1,244 +1,148 @@
-"""Benchmark attention with norms, RoPE and a cap against plain SDPA and other implementations: time, memory, errors.
+"""Benchmark attention with norms, RoPE and a cap on a GPU beside torch's SDPA without them: time, memory, errors.
 
     python recipes/benchmarks/bench_attention.py --minutes 8
-    python recipes/benchmarks/bench_attention.py --list
+    python recipes/benchmarks/bench_attention.py --cpu
 
-Each implementation is checked against the fp64 oracle before it is timed. A failure of ours ends the benchmark with
-exit code 1; with `--keep-going` the failed implementation is left out. An implementation that cannot run, or has no
-result of its check, gets a row with the reason: `--list` prints what would be timed, and the reasons.
-
-All times come from one run, in turns, on random data that no cache holds: device time per pass, and host time to queue
-it. Ratios are to plain flash-attention SDPA in the same turns (for a prologue: to a copy of its data). TFLOP/s count
-useful work: half the square for a causal forward pass, 2.5 times that for backward. GB/s count the least traffic.
-Memory is the peak above the inputs; for a backward pass it includes the forward pass. Rows are appended to `--out` as
-they come, and the page grows with each item.
-
-`--first` makes the five smallest checks, and times nothing.
-
-`--cpu` runs everything in a minute on tiny inputs in Triton's interpreter. Its numbers mean nothing and go to a
-temporary folder.
+Each implementation is first checked against the oracle in fp64 on a short text; ours must pass. Then all take turns on
+random data that no cache holds. Ratios are to SDPA with FlashAttention in the same turns, and for norm and RoPE alone
+to a copy of their data. TFLOP/s count useful work: half the square for a causal forward pass, and 2.5 times that for
+backward. GB/s count the least traffic. Memory is the peak above the inputs; for a backward pass it has the forward
+pass. An implementation that can't run has a row with the reason. Rows are appended to a CSV as they come, and the page
+grows with each case. `--cpu` runs tiny cases in Triton's interpreter; their numbers mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from bench_cases import Case, Inputs, draw
-from bench_checks import Checks, print_verdicts
-from bench_implementations import Implementation
-from bench_plan import Item, Part, check_jobs, first_plan, full_plan, listing, tiny_plan
-from bench_table import INTERPRETED, Report, Row, environment
-from bench_timing import Clock, Dead, Run, reason
+from attention_cases import CASES, TINY, Case, Implementation, Inputs, draw, oracle, results
+from page import made, publish, table
+from timing import Clock, Run, reason
 
-from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.ops.error_budget import Verdict, verdict
 
-RESULTS = Path(__file__).parents[1] / "results"
-SAMPLED = 0.15  # seconds of samples for each run
-FIRST_SECONDS = 50  # for each of the first checks
+CHECKED, TURNS, PASSES = 512, 15, ("forward", "backward", "both")
+HEAD = ("case", "what", "pass", "ms", "min", "max", "host ms", "rate", "ratio", "MiB", "error", "note")
 
 
-class Work:
-    """An implementation's passes over its inputs; pass n uses the n-th set."""
+def check(implementation: Implementation, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Verdict]:
+    """The errors of the output and the gradients on a short text, and their budgets."""
+    short = case.short(CHECKED if device.type == "cuda" else 48)
+    x, names = draw(short, device, dtype), implementation.leaves(short)
+    exact = Inputs(*(y.double() for y in x))
+    expected = partial(oracle, short, normed=implementation.normed, softcap=implementation.softcap)
+    got, true, eager = (
+        results(f, y, names) for f, y in ((partial(implementation.attend, short), x), (expected, exact), (expected, x))
+    )
+    return {name: verdict(y, true[name], eager[name]) for name, y in got.items()}
 
-    def __init__(self, implementation: Implementation, case: Case, copies: list[Inputs]) -> None:
-        self.implementation, self.case = implementation, case
-        self.inputs = implementation.prepared(case, copies)
-        self.leaves = implementation.leaves(case, copies[0].q.device.type)
-        self.outputs: dict[int, object] = {}
 
-    def attend(self, n: int) -> object:
-        return self.implementation.attend(self.case, self.inputs[n % len(self.inputs)])
+class Passes:
+    """An implementation's passes over sets of inputs; pass n uses the n-th."""
 
-    def differentiate(self, n: int, out: object, again: bool) -> None:
-        x = self.inputs[n % len(self.inputs)]
-        grad = (x.grad, x.v.detach()) if isinstance(out, tuple) else x.grad
-        torch.autograd.grad(out, [getattr(x, name) for name in self.leaves], grad, retain_graph=again)
+    def __init__(self, implementation: Implementation, case: Case, sets: list[Inputs]) -> None:
+        self.attend, self.names = partial(implementation.attend, case), implementation.leaves(case)
+        self.sets = [x.leaves(self.names) for x in sets]
+        self.outputs: dict[int, Any] = {}
 
     def forward(self, n: int) -> None:
         with torch.no_grad():
-            self.attend(n)
+            self.attend(self.sets[n % len(self.sets)])
 
     def both(self, n: int) -> None:
-        self.differentiate(n, self.attend(n), False)
+        x = self.sets[n % len(self.sets)]
+        self._differentiate(x, self.attend(x), again=False)
 
     def backward(self, n: int) -> None:
         """Over the graph of a forward pass that is kept."""
-        n %= len(self.inputs)
+        n %= len(self.sets)
         if n not in self.outputs:
-            self.outputs[n] = self.attend(n)
-        self.differentiate(n, self.outputs[n], True)
+            self.outputs[n] = self.attend(self.sets[n])
+        self._differentiate(self.sets[n], self.outputs[n], again=True)
 
-    def run(self, kind: str) -> Run:
-        return Run(getattr(self, kind), whole=self.both if kind == "backward" else None)
+    def _differentiate(self, x: Inputs, out: Any, again: bool) -> None:
+        grad = (x.grad, x.v.detach()) if isinstance(out, tuple) else x.grad
+        torch.autograd.grad(out, [getattr(x, name) for name in self.names], grad, retain_graph=again)
 
 
-class Bench:
-    """Run the items of a plan in order until time is up."""
-
-    def __init__(self, report: Report, clock: Clock, dtype: torch.dtype, checks: Checks, deadline: float) -> None:
-        self.report, self.clock, self.dtype, self.checks, self.deadline = report, clock, dtype, checks, deadline
-        self.failures: list[str] = []
-        self.skipped: list[str] = []
-
-    @property
-    def notes(self) -> list[str]:
-        notes = [f"no time for {x}" for x in self.skipped] + [f"failed: {x}" for x in self.failures]
-        return notes if self.clock.cuda else [*notes, INTERPRETED]
-
-    def run(self, number: int, part: Part, keep_going: bool) -> bool:
-        """Check and time a part of the plan; returns whether the next one may follow."""
-        left = self.deadline - time.monotonic()
-        if left <= 0:
-            self.skipped += map(str, part)
-            return True
-        failed = self.checks.run(number, check_jobs(part, self.checks.length), max(left / 2, 30))
-        self.failures += failed
-        if failed and not keep_going:
-            print("\n".join(failed), file=sys.stderr)
-            return False
-        for item in part:
-            self.take(item)
-            self.write_page()
-        return True
-
-    def write_page(self) -> None:
-        replace_text(self.report.stem.with_suffix(".md"), self.report.page(self.notes))
-
-    def take(self, item: Item) -> None:
-        """Measure an item; an error is reported and does not stop the others."""
-        left = self.deadline - time.monotonic()
-        if left < item.seconds / 2:
-            self.skipped.append(str(item))
-            return
+def measure(case: Case, compared: tuple[Implementation, ...], clock: Clock, dtype: torch.dtype) -> Iterator[list[str]]:
+    """The rows of a case. Raises AssertionError if an implementation of ours is not within its budget."""
+    errors: dict[str, dict[str, Verdict]] = {}
+    for implementation in compared:
         try:
-            for row in self.attend(item):
-                self.report.add(row)
-        except Dead:
-            raise
-        except Exception as error:
-            self.failures.append(f"{item}: {reason(error)}")
-            print(self.failures[-1], file=sys.stderr, flush=True)
-        self.clock.clear()
-
-    def attend(self, item: Item) -> Iterator[Row]:
-        case = item.case
-        copies = draw(case, self.clock.copies(case.size(self.dtype.itemsize)), self.clock.device, self.dtype)
-        works: dict[str, Work] = {}
-        for implementation in item.implementations:
-            note = self.checks.objection(case, implementation, self.clock.device.type)
-            if note:
-                yield Row(str(case), implementation.name, "all", case, note=note)
-            else:
-                works[implementation.name] = Work(implementation, case, copies)
-        for kind in item.passes:
-            runs = {}
-            for name, work in works.items():
-                why = work.implementation.forward_only(self.clock.device.type)
-                if kind == "forward" or not why:
-                    runs[name] = work.run(kind)
-                elif work.implementation is not item.implementations[0]:
-                    yield Row(str(case), name, kind, case, note=why)
-            self.clock.race(runs, SAMPLED)
-            yield from self.rows(item, kind, runs)
-            for work in works.values():
-                work.outputs.clear()
-
-    def rows(self, item: Item, kind: str, runs: dict[str, Run]) -> Iterator[Row]:
-        """Yield the rows of a race; keep the failures of our own."""
-        first = item.implementations[0].name
-        base = runs.get(first)
+            errors[implementation.name] = check(implementation, case, clock.device, dtype)
+        except Exception as error:  # of another library: a row with the reason
+            if implementation.ours:
+                raise AssertionError(f"{case}, {implementation.name}: {reason(error)}") from error
+            yield [str(case), implementation.name, *[""] * 9, reason(error)]
+            continue
+        over = {name: x for name, x in errors[implementation.name].items() if not x.passed}
+        assert not (over and implementation.ours), f"{case}, {implementation.name}: over the error budget: {over}"
+    runnable = [x for x in compared if x.name in errors]
+    sets = [draw(case, clock.device, dtype, seed) for seed in range(clock.copies(case.size(dtype.itemsize)))]
+    for kind in PASSES[:1] if case.keys else PASSES:
+        passes = {x.name: Passes(x, case, sets) for x in runnable if kind == "forward" or x.leaves(case)}
+        runs = {name: Run(getattr(x, kind), whole=x.both if kind == "backward" else None) for name, x in passes.items()}
+        clock.race(runs, TURNS if clock.cuda else 2)
         for name, run in runs.items():
-            if name == first and not item.shown:
-                continue
-            row = Row(str(item.case), name, kind, item.case, note=run.failure or "")
-            if name.startswith("ours") and run.failure:
-                self.failures.append(f"{item.case} | {name} | {kind}: {run.failure}")
-            if run.failure is None:
-                self.fill(row, item.case, run)
-                row.ratio = run.median / base.median if base is not None and base.failure is None else None
-            yield row
-
-    def fill(self, row: Row, case: Case, run: Run) -> None:
-        row.ms_min, row.ms_median, row.ms_max = min(run.times), run.median, max(run.times)
-        row.host_ms, row.peak_mib = sorted(run.host)[len(run.host) // 2], run.peak_mib
-        work, row.unit = case.work(row.kind, self.dtype.itemsize)
-        row.rate = work / row.ms_median
-        judged = self.checks.verdicts.get((str(case.at(self.checks.length)), row.what))
-        if judged is not None:
-            row.error = judged.error(row.kind)
-            if not judged.passed:
-                row.note = "over the error budget" if judged.errors else judged.failure
+            yield cells(case, name, kind, run, runs.get(compared[0].name), errors[name], dtype)
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def cells(
+    case: Case, name: str, kind: str, run: Run, base: Run | None, errors: dict[str, Verdict], dtype: torch.dtype
+) -> list[str]:
+    if run.failure:
+        return [str(case), name, kind, *[""] * 8, run.failure]
+    work, unit = case.work(kind, dtype.itemsize)
+    rate, host = work / run.median, sorted(run.host)[len(run.host) // 2]
+    ratio = "" if base is None or base.failure else f"{run.median / base.median:.2f}"
+    times = [f"{x:.4f}" for x in (run.median, min(run.times), max(run.times), host)]
+    worst = max(x.error for n, x in errors.items() if kind == "both" or (n == "out") == (kind == "forward"))
+    peak = "" if run.peak_mib is None else f"{run.peak_mib:.0f}"
+    return [str(case), name, kind, *times, f"{rate:.3g} {unit}", ratio, peak, f"{worst:.1e}", ""]
+
+
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--minutes", type=float, default=8, help="stop starting items after that (default: 8)")
-    chosen = parser.add_mutually_exclusive_group()
-    chosen.add_argument("--first", action="store_true", help="the five smallest checks alone")
-    chosen.add_argument("--cpu", action="store_true", help="tiny, in Triton's interpreter: tries the script out")
-    parser.add_argument("--list", action="store_true", help="print what would be timed, and end")
-    parser.add_argument("--keep-going", action="store_true", help="time what passed its checks, whatever failed")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="for CSV and page (default: results, here)")
-    parser.add_argument("--commit", help="what is measured, where git can't tell")
-    parser.add_argument("--processes", type=int, help="number of checking processes (default: 3 of 4 CPUs)")
-    parser.add_argument("--checks-of", type=int, nargs="+", help=argparse.SUPPRESS)
-    return parser.parse_args(arguments)
-
-
-def chosen_plan(args: argparse.Namespace) -> tuple[list[Part], int]:
-    """Return the parts, and the length at which they are checked."""
-    if args.cpu:
-        return tiny_plan(), 48
-    if args.first:
-        return [first_plan()], 192
-    return full_plan(), 512
-
-
-def main(arguments: list[str]) -> int:
-    """Run the checks and the items of each part, and the report; return the exit code."""
-    args = parse(arguments)
-    start = time.monotonic()
+    parser.add_argument("--minutes", type=float, default=8, help="no case starts after that (default: 8)")
+    parser.add_argument("--cpu", action="store_true", help="tiny cases, in Triton's interpreter")
+    parser.add_argument("--out", type=Path, default=Path("attention"), help="CSV and page, without the ending")
+    args = parser.parse_args(arguments)
     if args.cpu and os.environ.get("TRITON_INTERPRET") != "1":  # read when Triton is imported, as it is by now
-        command = [sys.executable, __file__, *arguments]
-        os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
-    parts, length = chosen_plan(args)
-    if args.list:
-        print("\n".join(listing(parts, "cuda" if torch.cuda.is_available() else "cpu")))
-        return 0
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | {"TRITON_INTERPRET": "1"})
     if not args.cpu and not torch.cuda.is_available():
-        print("needs a CUDA GPU; --cpu tries the script out without one", file=sys.stderr)
+        print("bench_attention.py needs a CUDA GPU; --cpu tries it out without one", file=sys.stderr)
         return 2
     device, dtype = (torch.device("cpu"), torch.float32) if args.cpu else (torch.device("cuda"), torch.bfloat16)
-    if args.checks_of is not None:
-        part, *numbers = args.checks_of
-        jobs = check_jobs(parts[part], length)
-        print_verdicts([jobs[n] for n in numbers], device, dtype)
-        return 0
-    processes = args.processes or (1 if args.cpu else max((os.cpu_count() or 1) * 3 // 4, 1))
-    checks = Checks(length, arguments, processes)
-    if args.first:
-        return int(bool(checks.run(0, check_jobs(parts[0], length), FIRST_SECONDS)))
-
-    folder = args.out or (Path(tempfile.mkdtemp()) if args.cpu else RESULTS)
-    report = Report(folder, environment(device, dtype, args.commit), arguments)
-    bench = Bench(report, Clock(device), dtype, checks, start + 60 * args.minutes)
-    try:
-        for number, items in enumerate(parts):
-            if not bench.run(number, items, args.keep_going):
-                break
-    except Dead as error:
-        bench.failures.append(f"the device died: {error}")
-    bench.write_page()
-    print("\n".join(["", *bench.notes, f"kept in {report.stem}.*"]), flush=True)
-    return 1 if bench.failures else 0
+    end, rows, notes = time.monotonic() + 60 * args.minutes, [], []
+    where = ", ".join(f"{name} {value}" for name, value in made().items()) + f", {dtype}"
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*HEAD, "made"])
+        for case, compared in TINY if args.cpu else CASES:
+            if time.monotonic() > end:
+                notes.append(f"- no time for {case}")
+                continue
+            try:
+                for row in measure(case, compared, Clock(device), dtype):
+                    rows.append(row)
+                    writer.writerow([*row, where])
+                    file.flush()
+            except AssertionError as error:
+                notes.append(f"- failed: {error}")
+    publish(["# Attention", "", where + ".", "", *notes, "", *table(HEAD, rows, "lll" + "r" * 8 + "l")], args.out)
+    return int(any("failed" in note for note in notes))
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

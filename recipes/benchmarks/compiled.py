@@ -1,15 +1,19 @@
-"""Compiles the kernels that a function launches, without a GPU, and reports the machine code."""
+"""Compile launches of Triton kernels for a GPU that is not there, and read what their machine code takes."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import sass
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
@@ -17,15 +21,13 @@ from triton.runtime.jit import JITFunction
 from hf_qknorm.ops.triton.arguments import Constants, NormArguments
 from hf_qknorm.ops.triton.launch import architecture
 
-COMPUTING = {"gluon_forward_kernel": 8}  # computing warps; the others load
+OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
+MATRIX = re.compile(r"[A-Z]?GMMA|[HIQ]MMA|UTC[A-Z]*MMA")  # Hopper, all, Blackwell
 
 
 @dataclass(frozen=True)
 class Report:
-    """The machine code of one launch; `mufu` and `slots` are instructions of the main loop for one score.
-
-    `spilled` is bytes of a thread, and `reloads` the instructions in all loops of tiles that store or load spills.
-    """
+    """The machine code of one launch; `spilled` is bytes of a thread, `matrix` counts of matrix instructions."""
 
     kernel: str
     constants: dict[str, Any]
@@ -34,11 +36,8 @@ class Report:
     stages: int
     registers: int
     spilled: int
-    reloads: int
     shared: int
     matrix: dict[str, int]
-    mufu: dict[str, float]
-    slots: float | None
     size: int
 
     @property
@@ -62,12 +61,11 @@ def constants_text(constants: dict[str, Any]) -> str:
     return " ".join(n if c is True else f"{n}={c}" for n, c in shown.items())
 
 
-def constants_of_loops(constants: dict[str, Any]) -> list[dict[str, Any]]:
-    """The constants of each inner loop, with the fields of C or of BEYOND; of one loop, or of none, all of them."""
+def flat(constants: dict[str, Any]) -> dict[str, Any]:
+    """The constants, with the fields of the last loop's in the place of C and BEYOND."""
     tuples = [constants[name] for name in ("C", "BEYOND") if isinstance(constants.get(name), Constants)]
-    shared = {name: value for name, value in constants.items() if name not in ("C", "BEYOND")}
-    fields = [{name: getattr(x, "value", x) for name, x in loop._asdict().items()} for loop in tuples]
-    return [shared | own for own in fields or [{}]]
+    fields = {name: getattr(x, "value", x) for loop in tuples for name, x in loop._asdict().items()}
+    return {name: value for name, value in constants.items() if name not in ("C", "BEYOND")} | fields
 
 
 class Target:
@@ -99,14 +97,13 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
         constants = {p.name: bound.arguments[p.name] for p in self.params if p.is_constexpr}
         norms = [value for value in bound.arguments.values() if isinstance(value, NormArguments)]
         constants["KNEE"] = any(norm.knee is not None for norm in norms)
-        loops = constants_of_loops(constants)
         try:
             compiled = run(self, *arguments, grid=grid, warmup=True, **options)
         except Exception as error:  # of any kind: the next kernel is compiled nevertheless
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            reports.append(Failure(self.__name__, constants_text(loops[0]), reason))
+            reports.append(Failure(self.__name__, constants_text(flat(constants)), reason))
         else:
-            reports.extend(describe(compiled, loops))
+            reports.append(describe(compiled, flat(constants)))
 
     JITFunction.run = compile_only
     driver.set_active(Target(arch))
@@ -119,50 +116,35 @@ def compiling(arch: int) -> Iterator[list[Report | Failure]]:
         architecture.cache_clear()
 
 
-def describe(compiled: Any, loops: list[dict[str, Any]]) -> list[Report]:
-    """Read the machine code: a report for each of the kernel's inner loops, of which `loops` has the constants.
+@cache
+def machine_code(cubin: bytes, kernel: str) -> tuple[int, int, list[str]]:
+    """The registers and the bytes of stack of a thread, which has spills alone, and the opcodes. No GPU is needed."""
+    with TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", str(file)]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(rf"Function {re.escape(kernel)}:\s*REG:(\d+) STACK:(\d+)", text)
+    if not found:
+        raise ValueError(f"expected the registers of {kernel!r} from cuobjdump, got {text!r}")
+    return int(found[1]), int(found[2]), OPCODE.findall(text)
 
-    Each has a part of the loops of the machine code, with and without a mask; of a part the cheapest is the main one.
-    """
-    usage, code = sass.read(compiled.asm["cubin"], compiled.metadata.name)
+
+def describe(compiled: Any, constants: dict[str, Any]) -> Report:
+    """Read the machine code of a compiled kernel."""
+    name = compiled.metadata.name
+    registers, spilled, opcodes = machine_code(compiled.asm["cubin"], name)
     dtype = re.search(r"bf16|fp16", str(compiled.src.signature))
-    found = sass.matrix_loops(code)
-    return [
-        Report(
-            kernel=compiled.metadata.name,
-            constants=constants,
-            dtype=dtype[0] if dtype else "fp32",
-            warps=compiled.metadata.num_warps,
-            stages=constants.get("STAGES", compiled.metadata.num_stages),
-            registers=usage.registers,
-            spilled=usage.stack,
-            reloads=reloads(found),
-            shared=compiled.metadata.shared,
-            matrix=dict(Counter(i.matrix for i in code if i.matrix)),
-            **main_loop(part, constants, compiled.metadata),
-            size=len(code),
-        )
-        for part, constants in zip(equal_parts(found, len(loops)), loops, strict=True)
-    ]
-
-
-def reloads(loops: list[list[sass.Instruction]]) -> int:
-    """The number of instructions that store or load spills."""
-    return sum(i.opcode.startswith(("LDL", "STL")) for loop in loops for i in loop)
-
-
-def equal_parts(found: list[list[sass.Instruction]], count: int) -> list[list[list[sass.Instruction]]]:
-    """The loops in `count` equal parts, which are empty where there are none: whose loop is which is then unknown."""
-    size, rest = divmod(len(found), count)
-    return [[] if rest else found[n * size : (n + 1) * size] for n in range(count)]
-
-
-def main_loop(loops: list[list[sass.Instruction]], constants: dict[str, Any], metadata: Any) -> dict[str, Any]:
-    """`mufu` and `slots` of the cheapest of these loops."""
-    scores = constants.get("BLOCK_M", 0) * constants.get("BLOCK_N", 0)
-    if not (loops and scores):
-        return {"mufu": {}, "slots": None}
-    main = min(loops, key=len)
-    share = COMPUTING.get(metadata.name, metadata.num_warps) * 32 / scores
-    units = Counter(i.opcode.split(".")[1].lower() for i in main if i.opcode.startswith("MUFU"))
-    return {"mufu": {unit: round(n * share, 2) for unit, n in sorted(units.items())}, "slots": len(main) * share}
+    heads = (opcode.split(".")[0] for opcode in opcodes)
+    return Report(
+        kernel=name,
+        constants=constants,
+        dtype=dtype[0] if dtype else "fp32",
+        warps=compiled.metadata.num_warps,
+        stages=constants.get("STAGES", compiled.metadata.num_stages),
+        registers=registers,
+        spilled=spilled,
+        shared=compiled.metadata.shared,
+        matrix=dict(Counter(head for head in heads if MATRIX.fullmatch(head))),
+        size=len(opcodes),
+    )

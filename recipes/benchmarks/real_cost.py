@@ -9,8 +9,7 @@ measured in it, without the import and the loading. "peak" is the largest reside
 Steps and tokens: the unpatched model and converted ones, with sharp norms, take turns in one process. A step is
 forward, backward and AdamW's update for one sequence. A token is one step of generation, over a cache that starts with
 as many keys. Times are medians (fastest to slowest), ratios medians within the turns (quartiles). "rise" is a step's
-peak above the resident size before it, in a process for each model. Run it on a quiet machine. An interrupted run
-continues. Writes a page and its runs; prints Markdown.
+peak above the resident size before it, in a process for each model. Run it on a quiet machine. Writes a page.
 """
 
 from __future__ import annotations
@@ -28,10 +27,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from bench_cpu import cell, ratio_cell, training_step
-from machine import busy_seconds, by_turns
-from markdown_table import opening, publish, table
-from run_log import Row, Runs, provenance
+from bench_cpu import training_step
+from page import opening, provenance, publish, table
+from timing import Times, beside_others, by_turns, cell, ratio_cell
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -66,7 +64,7 @@ def calibrated(checkpoint: str, text: str, tokens: int) -> None:
     calibrate(patch_model(load(checkpoint), "qk_norm_cap"), text, max_tokens=tokens)
 
 
-def job(name: str, checkpoint: str, text: str, tokens: int) -> Row:
+def job(name: str, checkpoint: str, text: str, tokens: int) -> tuple[float, int]:
     """The seconds of a job in a process of its own, and its largest resident size in bytes."""
     with TemporaryDirectory() as folder:
         texts, more = [checkpoint, "--data", text], ["--max-tokens", str(tokens)]
@@ -81,7 +79,7 @@ def job(name: str, checkpoint: str, text: str, tokens: int) -> Row:
         }[name]
         start = time.perf_counter()
         peak = in_process(_peak_of, run)
-        return {"seconds": round(time.perf_counter() - start, 2), "peak": peak}
+        return time.perf_counter() - start, peak
 
 
 def in_process(run: Callable[..., Any], *arguments: Any) -> Any:
@@ -118,42 +116,21 @@ def generation(model: Any, length: int) -> Callable[[], object]:
     return step
 
 
-def times(checkpoint: str, length: int, turns: int) -> Row:
-    """The milliseconds of a training step and of a token, by model, and the CPUs that other programs used."""
-    (machine, own), start = busy_seconds(), time.perf_counter()
+def times(checkpoint: str, length: int, turns: int) -> dict[str, Times]:
+    """The milliseconds of a training step and of a token, by model."""
     models = {name: load(checkpoint, name) for name in (PLAIN, *SCHEMES)}
     tokens = by_turns({name: generation(model.eval(), length) for name, model in models.items()}, 10 * turns)
     steps = {name: training_step(model.train(), random_tokens(model, length)) for name, model in models.items()}
-    found = {"training step": by_turns(steps, turns), "token": tokens}
-    spent = [after - before for after, before in zip(busy_seconds(), (machine, own), strict=True)]
-    return {"times": found, "others": max(spent[0] - spent[1], 0) / (time.perf_counter() - start)}
+    return {"training step": by_turns(steps, turns), "token": tokens}
 
 
-def rise(checkpoint: str, name: str, length: int) -> Row:
+def rise(checkpoint: str, name: str, length: int) -> int:
     """The bytes by which a training step's peak is above the resident size before it, in this process."""
     model = load(checkpoint, name).train()
     training_step(model, random_tokens(model, 8))()
     step = training_step(model, random_tokens(model, length))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return {"bytes": _peak_of(step) - before}
-
-
-def jobs_section(found: dict[str, Row], tokens: int) -> list[str]:
-    base, rows = found["load"]["seconds"], []
-    for name, row in found.items():
-        passes = f"{(row['seconds'] - base) / (found['pass']['seconds'] - base):.1f}"
-        rows.append([name, f"{row['seconds']:.1f}", "" if name == "load" else passes, f"{row['peak'] / MIB:,.0f}"])
-    return [f"## Jobs, {tokens:,} tokens", "", *table(["job", "seconds", "passes", "peak, MiB"], rows)]
-
-
-def length_section(length: int, found: Row, rises: dict[str, int]) -> list[str]:
-    rows = []
-    for what, by_model in found["times"].items():
-        for name, own in by_model.items():
-            memory = f"{rises[name] / MIB:,.0f}" if what == "training step" else ""
-            rows.append([f"{what}, {name}", cell(own), ratio_cell(own, by_model[PLAIN]), memory])
-    lead = f"Other programs used {found['others']:.2f} CPUs during the timings."
-    return [f"## {length:,} tokens", "", lead, "", *table(["", "ms", "÷ unpatched", "rise, MiB"], rows)]
+    return _peak_of(step) - before
 
 
 def main(arguments: list[str] | None = None) -> str:
@@ -161,25 +138,32 @@ def main(arguments: list[str] | None = None) -> str:
     parser.add_argument("--model", required=True)
     parser.add_argument("--text", required=True)
     parser.add_argument("--size", choices=SIZES, default="full")
-    parser.add_argument("--out", type=Path, default=Path("recipes/results/real_cost"))
+    parser.add_argument("--out", type=Path, default=Path("real_cost"), help="the page, without its ending")
     options = parser.parse_args(arguments)
-    turns, tokens = SIZES[options.size]
-    runs, model, lines = Runs(options.out.with_suffix(".jsonl")), options.model, []
-    settings = {"model": Path(model).name, "size": options.size}
+    (turns, tokens), model, lines = SIZES[options.size], options.model, []
     for length, count in turns.items():
-        found = runs.get({**settings, "part": "times", "length": length}, partial(times, model, length, count))
-        rises = {}
-        for name in (PLAIN, *SCHEMES):
-            asked = {**settings, "part": "rise", "length": length, "way": name}
-            rises[name] = runs.get(asked, partial(in_process, rise, model, name, length))["bytes"]
-        lines += length_section(length, found, rises)
-    done = {}
-    for name in JOBS:
-        asked = {**settings, "part": "job", "job": name, "text": Path(options.text).name}
-        done[name] = runs.get(asked, partial(job, name, model, options.text, tokens))
-    lines += jobs_section(done, tokens)
-    top = opening(f"What a real model's conversion costs: {settings['model']}", __doc__, provenance(runs.used))
-    return publish("\n".join([*top, *lines]), options.out)
+        found, busy = beside_others(partial(times, model, length, count))
+        rises = {name: in_process(rise, model, name, length) for name in (PLAIN, *SCHEMES)}
+        rows = [
+            [f"{what}, {name}", cell(own), ratio_cell(own, by_model[PLAIN]),
+             f"{rises[name] / MIB:,.0f}" if what == "training step" else ""]
+            for what, by_model in found.items() for name, own in by_model.items()
+        ]  # fmt: skip
+        lines += [f"## {length:,} tokens", "", f"{busy}.", "", *table(["", "ms", "÷ unpatched", "rise, MiB"], rows)]
+    done = {name: job(name, model, options.text, tokens) for name in JOBS}
+    base, one = done["load"][0], done["pass"][0]
+    rows = [
+        [
+            name,
+            f"{seconds:.1f}",
+            "" if name == "load" else f"{(seconds - base) / (one - base):.1f}",
+            f"{peak / MIB:,.0f}",
+        ]
+        for name, (seconds, peak) in done.items()
+    ]
+    lines += [f"## Jobs, {tokens:,} tokens", "", *table(["job", "seconds", "passes", "peak, MiB"], rows)]
+    top = opening(f"What a real model's conversion costs: {Path(model).name}", __doc__, provenance())
+    return publish([*top, *lines], options.out)
 
 
 if __name__ == "__main__":

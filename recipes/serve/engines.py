@@ -12,12 +12,9 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from machine import made
-from markdown_table import opening, publish, table
+from page import ROOT, made, opening, publish, table
 
-__all__ = ["environment", "page", "predictions", "table"]
-
-ROOT = Path(__file__).parents[2]
+__all__ = ["ROOT", "environment", "predictions", "table", "write_page"]
 MADE = made()  # of the commit that a run starts with
 
 
@@ -55,7 +52,7 @@ def predictions(model: Any, prompts: list[list[int]], count: int) -> tuple[list[
     return logprobs, texts
 
 
-def page(title: str, doc: str | None, versions: dict[str, str], lines: list[str], out: Path) -> None:
+def write_page(title: str, doc: str | None, versions: dict[str, str], lines: list[str], out: Path) -> None:
     """Write a page: the recipe's description, versions and commit, and these lines."""
     served, compared = (", ".join(f"{name} {value}" for name, value in x.items()) for x in (versions, MADE))
-    publish("\n".join([*opening(title, doc, f"Engine: {served}. Compared with: {compared}."), *lines]), out)
+    publish([*opening(title, doc, f"Engine: {served}. Compared with: {compared}."), *lines], out)

@@ -1,4 +1,4 @@
-"""Run in llama.cpp's environment by serve_llama_cpp.py: quantise a GGUF, and score sequences of tokens.
+"""Run in llama.cpp's environment by serve_llama_cpp.py: the mean loss of a GGUF on sequences of tokens.
 
 The library is in xllamacpp's wheel, which exports llama.h and ggml.h; llama-cpp-py-sync has the declarations.
 """
@@ -12,17 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import xllamacpp
-from gguf import GGMLQuantizationType as Type
-from gguf import GGUFReader, GGUFValueType, GGUFWriter
 from llama_cpp_py_sync._cffi_bindings import get_ffi
-
-# By format: the types of matrices and of the token embeddings, and of those whose rows are no multiple of 256, as
-# llama-quantize chooses them. (It gives some matrices of Q4_K_M six bits, and here none.)
-FORMATS = {
-    "Q8_0": (Type.Q8_0, Type.Q8_0, Type.Q8_0, Type.Q8_0),
-    "Q6_K": (Type.Q6_K, Type.Q8_0, Type.Q6_K, Type.Q8_0),
-    "Q4_K": (Type.Q4_K, Type.Q5_0, Type.Q6_K, Type.Q8_0),
-}
 
 
 def main() -> None:
@@ -33,41 +23,10 @@ def main() -> None:
     options = parser.parse_args()
     sequences = json.loads(options.sequences.read_text())
     ffi = get_ffi()
-    ffi.cdef("size_t ggml_quantize_chunk(int, const float *, void *, int64_t, int64_t, int64_t, const float *);")
     lib = ffi.dlopen(str(next(Path(xllamacpp.__file__).parent.glob("*.so"))))
     lib.llama_backend_init()
-    losses = {"f16": mean_loss(lib, ffi, options.gguf, sequences)}
-    for name in FORMATS:
-        made = options.gguf.with_suffix(f".{name}.gguf")
-        quantise(lib, ffi, options.gguf, made, name)
-        losses[name] = mean_loss(lib, ffi, made, sequences)
-        made.unlink()
-    options.out.write_text(json.dumps({"losses": losses, "version": f"xllamacpp {version('xllamacpp')}"}))
-
-
-def quantise(lib, ffi, source: Path, made: Path, name: str) -> None:
-    """Write a GGUF with the matrices of another in a format."""
-    reader = GGUFReader(source)
-    writer = GGUFWriter(made, reader.fields["general.architecture"].contents())
-    for field in reader.fields.values():
-        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
-            kinds = field.types
-            sub = kinds[-1] if kinds[0] == GGUFValueType.ARRAY else None
-            writer.add_key_value(field.name, field.contents(), kinds[0], sub_type=sub)
-    for tensor in reader.tensors:
-        if len(tensor.shape) < 2:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
-            continue
-        x = np.ascontiguousarray(tensor.data, np.float32)
-        kind = FORMATS[name][2 * tensor.name.startswith("token_embd") + (x.shape[1] % 256 > 0)]
-        raw = np.zeros(x.nbytes, np.uint8)
-        given, out = ffi.cast("float *", x.ctypes.data), ffi.cast("void *", raw.ctypes.data)
-        size = lib.ggml_quantize_chunk(int(kind), given, out, 0, *x.shape, ffi.NULL)
-        writer.add_tensor(tensor.name, raw[:size].reshape(x.shape[0], -1), raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    found = {"loss": mean_loss(lib, ffi, options.gguf, sequences), "version": f"xllamacpp {version('xllamacpp')}"}
+    options.out.write_text(json.dumps(found))
 
 
 def mean_loss(lib, ffi, gguf: Path, sequences: list[list[int]]) -> float:

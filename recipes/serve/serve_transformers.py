@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engines import environment, page, table
+from engines import environment, table, write_page
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_qknorm as qk
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("serve-transformers"))
     parser.add_argument("--env", type=Path, help="an environment with transformers[serving], by default made in --work")
-    parser.add_argument("--out", type=Path, default=Path("recipes/results/serve_transformers"))
+    parser.add_argument("--out", type=Path, default=Path("serve-transformers/page"))
     options = parser.parse_args()
     work = options.work.absolute()
     packages = ("torch==2.13.0", "transformers[serving]==5.19.0", "accelerate")
@@ -96,7 +96,7 @@ def main() -> None:
     version = [python, "-c", "import transformers; print(transformers.__version__)"]
     versions = {"server": subprocess.run(version, capture_output=True, text=True, check=True).stdout.strip()}
     lines = table(["checkpoint", "transformers serve", "equal", "error"], rows, "llrl")
-    page("Served by transformers", __doc__, versions, lines, options.out)
+    write_page("Served by transformers", __doc__, versions, lines, options.out)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import ROOT, environment, page, predictions, table
+from engines import ROOT, environment, predictions, table, write_page
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_qknorm as qk
@@ -153,7 +153,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", help="parts of names; by default all")
     parser.add_argument("--quick", action="store_true", help="without hf_qknorm, not compiled")
     parser.add_argument("--workers", type=int, default=1, help="processes that share a model, as with --quick")
-    parser.add_argument("--out", type=Path, default=Path("recipes/results/serve_vllm"))
+    parser.add_argument("--out", type=Path, default=Path("serve-vllm/page"))
     options = parser.parse_args()
     options.quick |= options.workers > 1
     try:
@@ -183,7 +183,7 @@ def main() -> int:
                 good &= right
                 rows.append([name, f"{mode}, {how}{shared}", *cells, f"{expected[name]['without']:.2g}"])
                 print(*rows[-1], sep=" | ", flush=True)
-        page("Served by vLLM", __doc__, versions, table(HEAD, rows, "llrrr"), options.out)
+        write_page("Served by vLLM", __doc__, versions, table(HEAD, rows, "llrrr"), options.out)
     return 0 if good else 1
 
 

@@ -16,18 +16,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes" / "benchmarks"))
 
 import compiled
-import sass
 
 from hf_qknorm.ops.triton import attention, gluon
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 
-def instructions(kernel: Any, loops: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def instructions(kernel: Any, constants: dict[str, Any]) -> dict[str, Any]:
     """Replaces the recipe's description."""
-    _, code = sass.read(kernel.asm["cubin"], kernel.metadata.name)
-    counts = Counter(i.opcode.split(".")[0] for i in code)
-    loads = {i.opcode for i in code if i.opcode.startswith("UTMALDG")}
-    return [{"constants": loops[0], "counts": counts, "loads": sorted(loads), "barriers": barriers(kernel)}]
+    *_, opcodes = compiled.machine_code(kernel.asm["cubin"], kernel.metadata.name)
+    counts = Counter(opcode.split(".")[0] for opcode in opcodes)
+    loads = {opcode for opcode in opcodes if opcode.startswith("UTMALDG")}
+    return {"constants": constants, "counts": counts, "loads": sorted(loads), "barriers": barriers(kernel)}
 
 
 def barriers(kernel: Any) -> dict[str, int]:

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import lora
 import muon_clip
 import pretrain
 import pytest
 import scratch
+import text_trainer as common
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import hf_qknorm as qk
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.folders import save_with_tokenizer
@@ -50,14 +58,76 @@ def test_a_run_replaces_or_resumes_an_earlier_one(text, checkpoint, tmp_path):
     assert run("--resume_from_checkpoint", str(tmp_path / "checkpoint-2")) == whole
 
 
-def test_muon_clip_trains_and_reports_its_clips(text, checkpoint, tmp_path, capsys):
-    command = ["--checkpoint", checkpoint, "--text", text, "--learning_rate", "1e-2", "--threshold", "0.001"]
-    losses = muon_clip.main([*command, *SMALL, "--output_dir", str(tmp_path)])
+def test_a_converted_checkpoint_is_trained_as_it_is(text, checkpoint, tmp_path, capsys):
+    converted = str(save_with_tokenizer(qk.patch_model(tiny_model("llama", vocab_size=257), "qk_norm"), tmp_path))
+    command = ["--checkpoint", converted, "--text", text, "--share", "0", *SMALL]
+    pretrain.main([*command, "--output_dir", str(tmp_path / "out")])
+    shown = capsys.readouterr().out
+    assert f"{converted} is converted already: q=rms, k=rms" in shown
+    assert "calibrating" not in shown
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one(text, tmp_path):
+    """Also where the loss before training is measured: `Trainer.evaluate` would then leave out DDP."""
+    converted = save_with_tokenizer(qk.patch_model(tiny_model("llama", vocab_size=257), "qk_norm"), tmp_path)
+    command = ["--checkpoint", str(converted), "--text", text, "--share", "0", *SMALL]
+    command += ["--data_seed", "7", "--learning_rate", "1e-2"]
+    one = pretrain.main([*command, "--per_device_train_batch_size", "4", "--output_dir", str(tmp_path / "one")])
+    two = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", pretrain.__file__]
+    two += [*command, "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path / "two")]
+    environment = os.environ | {"PYTHONPATH": str(Path(qk.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(two, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert f"| after 4 steps | {one['after 4 steps']:.4f} |" in run.stdout
+    weights = [load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two")]
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_muon_clip_lowers_the_largest_logit_and_resumes(text, checkpoint, tmp_path):
+    command = ["--checkpoint", checkpoint, "--text", text, "--learning_rate", "1e-2", *SMALL]
+    command += ["--save_strategy", "steps", "--save_steps", "2"]
+
+    def run(folder: str, *more: str) -> tuple[dict[str, float], float]:
+        out = tmp_path / folder
+        losses = muon_clip.main([*command, *more, "--output_dir", str(out)])
+        sample = json.loads((out / "logits.jsonl").read_text().splitlines()[-1])
+        return losses, max(max(layer["max_logit"]) for layer in sample["layers"].values())
+
+    losses, clipped = run("clipped", "--threshold", "0.001")
+    free, logit = run("free", "--threshold", "0")
     assert losses["after 4 steps"] < losses["start"]
-    lines = [line for line in capsys.readouterr().out.splitlines() if "clips of a head so far" in line]
-    counts = [int(line.split()[-7]) for line in lines]
-    assert len(counts) == 2
-    assert 0 < counts[0] < counts[1]
+    assert free["after 4 steps"] < free["start"]
+    assert clipped < logit
+    again, _ = run("free", "--threshold", "0", "--resume_from_checkpoint", str(tmp_path / "free" / "checkpoint-2"))
+    assert again["after 4 steps"] == free["after 4 steps"]
+
+
+def test_muon_has_the_hidden_matrices_alone():
+    model = tiny_model("gpt2", vocab_size=257)
+    optimizer = muon_clip.make_optimizer(model, common.Arguments(learning_rate=1e-3, weight_decay=0.2))
+    (hidden,) = (group["params"] for group in optimizer.muon.param_groups)
+    names = {name for name, p in model.named_parameters() if any(p is matrix for matrix in hidden)}
+    assert names == {name for name, p in model.named_parameters() if ".h." in name and p.dim() == 2}
+    shared = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    assert shared == [(1e-3, 0.2), (1e-3, 0.2), (1e-3, 0.0)]
+    with pytest.raises(ValueError, match="needs whole matrices"):
+        muon_clip.make_optimizer(model, SimpleNamespace(deepspeed="zero2.json", fsdp=None))
+
+
+@pytest.mark.slow
+def test_continued_training_has_every_arm_and_an_interrupted_run_continues(text, tmp_path, monkeypatch):
+    recipe, sharp = importlib.import_module("continue"), tiny_model("llama", vocab_size=257, initializer_range=0.2)
+    command = ["--checkpoint", str(save_with_tokenizer(sharp, tmp_path / "sharp")), "--knee", "4", "--text", text]
+    command += ["--calibration", "2", "--rates", "1e-3", "1e-2", "--seeds", "2", *SMALL, "--output_dir", str(tmp_path)]
+    page = recipe.main(command)
+    assert len((tmp_path / "runs.jsonl").read_text().splitlines()) == 2 * 2 * len(recipe.ARMS)
+    rows = [line for line in page.splitlines() if line.startswith("| ")][1:]
+    assert [row.split(" | ")[0].strip("| ") for row in rows] == [*recipe.ARMS]
+    assert all(row.count(" ± ") == 2 and "nan" not in row for row in rows)
+    monkeypatch.setattr(recipe, "run", None)
+    assert recipe.main(command) == page  # from the log
 
 
 def tiny_loss(checkpoint: str, text: str) -> float:
@@ -71,7 +141,7 @@ def tiny_loss(checkpoint: str, text: str) -> float:
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft calls it by its old name
 def test_lora_trains_the_gains_and_merges_exactly(text, checkpoint, tmp_path, capsys):
-    command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2", "--method", "moments"]
+    command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2"]
     losses = lora.main([*command, *SMALL, "--learning_rate", "1e-2", "--output_dir", str(tmp_path)])
     start, end, merged = losses.values()
     assert end < start
@@ -83,7 +153,7 @@ def test_lora_trains_the_gains_and_merges_exactly(text, checkpoint, tmp_path, ca
     stages = [
         "calibrating qk_norm",
         "moments",
-        "held-out loss, qk_norm",
+        "held-out loss, converted",
         "training for 4 steps",
         "held-out loss, after",
     ]

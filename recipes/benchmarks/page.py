@@ -1,0 +1,85 @@
+"""The pages of the benchmarks: machine, versions and commit, tables in Markdown, and where they are written."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+import transformers
+
+ROOT = Path(__file__).parents[2]
+
+
+def cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def commit() -> str:
+    """The commit, marked dirty where the package differs from it."""
+
+    def git(*command: str) -> str:
+        return subprocess.run(["git", "-C", ROOT, *command], check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short=10", "HEAD") + ("-dirty" if git("status", "-s", "hf_qknorm") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def made() -> dict[str, str]:
+    """The machine, the versions, the commit and the date of a measurement."""
+    vectors, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+    cpu = f"{cpu_name()}, {vectors}, {threads} thread(s)"
+    return {
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def provenance() -> str:
+    """`made` in one line."""
+    return "; ".join(f"{name} {value}" for name, value in made().items()) + "."
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
+    """Format a table, with an empty line after it.
+
+    `align` has a letter for each column: l for text, r for numbers; the default is text in the first column alone.
+    Raises ValueError for a row, or `align`, of another length.
+    """
+    align = align or "l" + "r" * (len(head) - 1)
+    delimiters = [{"l": "---", "r": "---:"}[letter] for letter in align]
+    rows = list(rows)
+    for row in (delimiters, *rows):
+        if len(row) != len(head):
+            raise ValueError(f"the table's row {row} has {len(row)} cells, expected {len(head)}, for {head}")
+    top, *body = ("| " + " | ".join(cells) + " |" for cells in (head, *rows))
+    return [top, f"|{'|'.join(delimiters)}|", *body, ""]
+
+
+def opening(title: str, doc: str | None, measured: str) -> list[str]:
+    """The first lines of a page: the command and the description of a recipe's docstring, and the provenance."""
+    command, _, about = (doc or "").partition("\n\n")[2].partition("\n\n")
+    return [f"# {title}", "", f"```\n{command.strip()}\n```", "", about.strip(), "", measured, ""]
+
+
+def publish(lines: Iterable[str], output: Path | None) -> str:
+    """Print a page, write it as `output`.md where one is given, and return it."""
+    page = "\n".join(lines).rstrip() + "\n"
+    print(page, end="")
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.with_suffix(".md").write_text(page, encoding="utf-8")
+    return page
