@@ -53,8 +53,8 @@ def patch_model(
     ("eager" if `config.output_attentions` asks for the weights), else the model's own. `tower` names the part of a
     multimodal model to patch, such as "vision_tower". Default: its text tower.
 
-    `model.name_or_path` still names the tokenizer's checkpoint, but `from_pretrained` of a model returns a copy of the
-    patched model for it, which TRL takes as the reference. As a plain string it names the unpatched model.
+    `model.name_or_path` still names the tokenizer's checkpoint, but `from_pretrained` of a model refuses it, as of TRL
+    for a reference model. As a plain string it names the unpatched model.
 
     Raises TypeError if `model` is no transformers model. Raises ValueError, with the model unchanged, for a model, a
     wrapper or a backend that can't have the scheme, for a scheme or tower that does not exist, and for a patched model.
@@ -168,7 +168,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         )
     with undone_on_error(model):
         _remove_scheme(model)
-        _name_unpatched(model, marked=vars(model).pop("qk_norm_base_marked", True))  # a loaded model lacks it
+        _name_unpatched(model, marked=model.__dict__.pop("qk_norm_base_marked", True))  # a loaded model lacks it
     return model
 
 
