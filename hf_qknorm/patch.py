@@ -24,6 +24,7 @@ from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory, unmark
 from hf_qknorm.model.install import install, own_layers, uninstall
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import drop_record
+from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
 from hf_qknorm.model.towers import check_saved_tower, pick_tower, towers_of, with_config
 from hf_qknorm.scheme import Scheme
@@ -52,8 +53,8 @@ def patch_model(
     ("eager" if `config.output_attentions` asks for the weights), else the model's own. `tower` names the part of a
     multimodal model to patch, such as "vision_tower". Default: its text tower.
 
-    `model.name_or_path` still names the tokenizer's checkpoint, but `from_pretrained` of a model returns a copy of the
-    patched model for it, which TRL takes as the reference. As a plain string it names the unpatched model.
+    `model.name_or_path` still names the tokenizer's checkpoint, but `from_pretrained` of a model refuses it, as of TRL
+    for a reference model. As a plain string it names the unpatched model.
 
     Raises TypeError if `model` is no transformers model. Raises ValueError, with the model unchanged, for a model, a
     wrapper or a backend that can't have the scheme, for a scheme or tower that does not exist, and for a patched model.
@@ -83,7 +84,7 @@ def patch_model(
     for _, config in configs if scheme.changes_nothing else ():
         config.saves_as_base = True
         config.name_type()
-    try:
+    with undone_on_error(model) as keep:
         share_config(model)
         for owner, config in configs:
             set_config(owner, config)
@@ -93,15 +94,12 @@ def patch_model(
         model.qk_norm_base_backend = base_backend
         if backend is not None:
             model.set_attn_implementation(backend)
-    except Exception:
-        _remove_scheme(model)
-        raise
-    _log(model, scheme)
-    if not scheme.pre_norm:
-        fold_pre_norms(model)
-    model.qk_norm_base_marked = isinstance(model.name_or_path, InMemoryName)
-    if not scheme.changes_nothing:
-        mark_in_memory(model)
+        _log(model, scheme)
+        if not scheme.pre_norm:
+            fold_pre_norms(model, keep)
+        model.qk_norm_base_marked = isinstance(model.name_or_path, InMemoryName)
+        if not scheme.changes_nothing:
+            mark_in_memory(model)
     return model
 
 
@@ -126,10 +124,11 @@ def _patch_tower(
     family = family_of(tower.config)
     if not scheme.changes_nothing:
         check_saved_tower(model, path, key, patched_config(tower.config, scheme), family)
-    patch_model(tower, scheme, attn_implementation=attn_implementation)
-    set_config(model, with_config(model.config, key, tower.config))
-    if not scheme.changes_nothing:
-        mark_in_memory(model)
+    with undone_on_error(model):
+        patch_model(tower, scheme, attn_implementation=attn_implementation)
+        set_config(model, with_config(model.config, key, tower.config))
+        if not scheme.changes_nothing:
+            mark_in_memory(model)
     return model
 
 
@@ -148,11 +147,12 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     """
     towers = towers_of(model) if isinstance(model, PreTrainedModel) else {}  # a wrapper is refused below
     patched = {path: key for path, key in towers.items() if isinstance(model.get_submodule(path), QKNormModel)}
-    for path, key in patched.items():
-        tower: Any = unpatch_model(model.get_submodule(path))
-        set_config(model, with_config(model.config, key, tower.config))
-        _name_unpatched(model, marked=isinstance(tower.config.name_or_path, InMemoryName))
     if patched:
+        with undone_on_error(model):
+            for path, key in patched.items():
+                tower: Any = unpatch_model(model.get_submodule(path))
+                set_config(model, with_config(model.config, key, tower.config))
+                _name_unpatched(model, marked=isinstance(tower.config.name_or_path, InMemoryName))
         return model
     if not isinstance(model, QKNormModel):
         inner = ": unpatch the model inside, once adapters are merged" if patched_layers(model) else ""
@@ -166,8 +166,9 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
             "the scheme folded the norm before attention into the projections (pre_norm=False), which can't be undone: "
             "training changes both together. Load the original checkpoint instead"
         )
-    _remove_scheme(model)
-    _name_unpatched(model, marked=model.__dict__.pop("qk_norm_base_marked", True))  # a loaded model lacks it
+    with undone_on_error(model):
+        _remove_scheme(model)
+        _name_unpatched(model, marked=model.__dict__.pop("qk_norm_base_marked", True))  # a loaded model lacks it
     return model
 
 

@@ -14,7 +14,7 @@ from transformers.utils import is_tracing
 from hf_qknorm.attend.calls import KEYS
 from hf_qknorm.attend.mask_functions import MaskFunction, known
 from hf_qknorm.attend.spans import CHUNK, Spans, read
-from hf_qknorm.families import FAMILIES
+from hf_qknorm.families import family_of_type
 
 # The code of transformers' mask functions without gaps between a query's keys, and of their conjunction: a trace goes
 # by a function's code.
@@ -60,46 +60,46 @@ def structured_mask(
     to their attention function, a batch without padding needs no mask. Layers that run the model's own forward may not
     say that they are causal, without SDPA: several queries of theirs always get a mask.
     """
+    sizes = {"kv_length": kv_length, "kv_offset": kv_offset, "device": device}
+    whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask}
+    how = {"mask_function": mask_function, "use_vmap": use_vmap}
     model_type = getattr(config, "base_model_type", getattr(config, "model_type", ""))
     if model_type in COMPUTES_WITH_MASKS:
-        layout = {"q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset}
-        shown = {"mask_function": mask_function, "attention_mask": attention_mask, "use_vmap": use_vmap}
-        return masking_utils.eager_mask(batch_size, **layout, **shown, device=device, **kwargs)
-    if _layers_pass(local_size, mask_function, config):
-        local_size = None
+        return masking_utils.eager_mask(batch_size, **sizes, **whole, **how, **kwargs)
     if _runs_own_forward(config) and q_length > 1:
         kwargs["allow_is_causal_skip"] = False
-    build = partial(masking_utils.sdpa_mask, batch_size, kv_length=kv_length, kv_offset=kv_offset, device=device)
-    whole = {"q_length": q_length, "q_offset": q_offset, "attention_mask": attention_mask, "local_size": local_size}
+    kwargs["local_size"] = None if _layers_pass(local_size, mask_function, config) else local_size
+    build = partial(masking_utils.sdpa_mask, batch_size, **sizes)
     # Whether a mask is needed does not depend on the function: with this one, the answer costs no T×S tensor.
     if build(**whole, **kwargs, mask_function=lambda batch, head, query, key: key >= 0) is None:
         return None
 
     def rows(first: int, count: int) -> Tensor:
         """The mask of `count` queries `[B, 1, count, S]`, before padding."""
-        part = {"q_length": count, "q_offset": q_offset + first, "allow_is_causal_skip": False}
-        return build(**part, mask_function=mask_function, use_vmap=use_vmap)
+        return build(q_length=count, q_offset=q_offset + first, allow_is_causal_skip=False, **how)
 
     own = torch.arange(q_length, device=device) + q_offset - kv_offset  # the key at each query's own position
-    traced = is_tracing(own)
-    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if padding is not None:
-        padding = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
     spans = _spans(None if use_vmap else mask_function, own, q_length, rows, batch_size * kv_length)
+    padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if spans is not None and padding is not None:
-        spans = spans & read([padding[:, None, None]])
-    if spans is not None and spans.conditions:
-        without_gaps = torch.stack(spans.conditions).all()
-        if traced:
-            torch._assert_async(without_gaps, GAPS)
-        elif not without_gaps:  # waits for the device, once
-            spans = None
-    if spans is None:
-        return build(**whole, **kwargs, mask_function=mask_function, use_vmap=use_vmap)
-    ranges = torch.stack([x.clamp(0, kv_length).expand(batch_size, q_length) for x in spans[:2]], -1)
+        seen = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
+        spans = spans & read([seen[:, None, None]])
+    ranges = None if spans is None else _ranges(spans, batch_size, q_length, kv_length)
+    return build(**whole, **kwargs, **how) if ranges is None else ranges
+
+
+def _ranges(spans: Spans, batch: int, queries: int, keys: int) -> Tensor | None:
+    """Spans as a mask of ranges; None if the conditions do not hold, for which a trace asserts that they do."""
+    if spans.conditions:
+        hold = torch.stack(spans.conditions).all()
+        if is_tracing(hold):
+            torch._assert_async(hold, GAPS)
+        elif not hold:  # waits for the device, once
+            return None
+    ranges = torch.stack([x.clamp(0, keys).expand(batch, queries) for x in spans[:2]], -1)
     mask = ranges[:, None].to(torch.int32)
-    if not traced:
-        vars(mask)[KEYS] = kv_length
+    if not is_tracing(mask):
+        vars(mask)[KEYS] = keys
     return mask
 
 
@@ -123,13 +123,12 @@ def _spans(
 
 def _runs_own_forward(config: Any) -> bool:
     """Whether the model's own forward calls the attention function: it may pass neither causality nor a window."""
-    family = FAMILIES.get(getattr(config, "base_model_type", ""))
-    return family is None or family.runs_own_forward(config)
+    return family_of_type(getattr(config, "base_model_type", "")).runs_own_forward(config)
 
 
 def _layers_pass(window: int | None, function: MaskFunction, config: Any) -> bool:
     """Whether the layers of this config's model pass the function's window to their attention function too."""
-    if window is None or _runs_own_forward(config) or not FAMILIES[config.base_model_type].has_window:
+    if window is None or _runs_own_forward(config) or not family_of_type(config.base_model_type).has_window:
         return False
     chunked = getattr(config, "attention_chunk_size", None) is not None  # then it may be the chunks' size
     if chunked or window != getattr(config, "sliding_window", None):

@@ -17,6 +17,7 @@ from hf_qknorm.calibration.gains import ClosedFormGains
 from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.predictions import output_error, predictions
 from hf_qknorm.model.attention import evaluating, every_norm, patched_layers
+from hf_qknorm.model.fold import folded_norms
 from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.reports.records import Prediction
 
@@ -144,14 +145,16 @@ def tried_knees(
 
 @contextmanager
 def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
-    """Restore a patched model's norms on exit, or with `only_on_error` after an exception only.
+    """Restore a patched model's norms, and projections with folded norms, on exit; with `only_on_error` after errors.
 
     The model is in eval mode for the duration.
     """
     reshard(model)
     schemes = {name: layer.scheme for name, layer in patched_layers(model).items()}
-    eps = [(norm, norm.eps) for norm in every_norm(model)]
-    values = [(p, p.detach().clone()) for norm in every_norm(model) for p in (*norm.parameters(), norm.knee)]
+    norms, folded = every_norm(model), folded_norms(model)
+    numbers = [(norm, "eps", norm.eps) for norm in norms] + [(norm, "spread", norm.spread) for norm, _ in folded]
+    tensors = [x for norm in norms for x in (*norm.parameters(), norm.knee)] + [x for _, own in folded for x in own]
+    values = [(x, x.detach().clone()) for x in tensors]
     restore = True
     with evaluating(model):
         try:
@@ -163,8 +166,8 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
                 for name, layer in patched_layers(model).items():
                     layer.scheme = schemes[name]
                     layer.config.set_scheme(schemes[name])
-                for norm, before in eps:
-                    norm.eps = before
+                for norm, name, before in numbers:
+                    setattr(norm, name, before)
                 with torch.no_grad():
                     for parameter, value in values:
                         parameter.copy_(value)

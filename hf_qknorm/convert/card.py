@@ -18,7 +18,7 @@ from hf_qknorm.attend.functions import CAP_BACKENDS
 from hf_qknorm.checkpoint import read_config
 from hf_qknorm.convert import papers
 from hf_qknorm.export.targets import find_target
-from hf_qknorm.families import CAPPED, FAMILIES
+from hf_qknorm.families import family_of_type
 from hf_qknorm.families.class_names import PREFIX, classes_of
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
@@ -227,7 +227,7 @@ def _title(config: Any, repo_id: str | None, bases: list[str], report: Calibrati
 
 def _context(folder: Path, config: Any, report: Calibration | None) -> dict[str, Any]:
     """The template's variables; none is a text of a file that is not checked."""
-    scheme, latent = config.scheme, FAMILIES.get(config.base_model_type, CAPPED).latent
+    scheme, latent = config.scheme, family_of_type(config.base_model_type).latent
     defaults = type(scheme)()
     layers = [] if report is None else [*report.layers.values()]
     fields = [f"{key}={value!r}" for key, value in scheme.to_dict().items() if value != getattr(defaults, key)]

@@ -26,7 +26,7 @@ from hf_qknorm.scheme import SCHEMES, Scheme
 
 __all__ = [
     "BY_TOWER", "CAPPED", "FAMILIES", "NORMS_REFUSED", "REFUSED", "Family", "check_scheme", "family_of",
-    "known_families", "known_types",
+    "family_of_type", "known_families", "known_types",
 ]  # fmt: skip
 
 PAGE: Final = "hf_qknorm/families/FAMILIES.md"
@@ -221,13 +221,15 @@ def known_types() -> list[str]:
     return [x for x in CONFIG_MAPPING_NAMES if x not in REFUSED and not x.startswith(TYPE_PREFIX)]
 
 
-def family_of(config: Any, scheme: Scheme = NONE) -> Family:
-    """Return the family of a model's config: `CAPPED` for a type that takes a cap alone.
+def family_of_type(model_type: str) -> Family:
+    """Return the family of a model type: `CAPPED` for one that takes a cap alone."""
+    return FAMILIES.get(model_type, CAPPED)
 
-    Raises ValueError, with the reason, if the model can't have the scheme.
-    """
+
+def family_of(config: Any, scheme: Scheme = NONE) -> Family:
+    """Return the family of a model's config. Raises ValueError, with the reason, if it can't have the scheme."""
     check_scheme(config.model_type, config, scheme)
-    return FAMILIES.get(config.model_type, CAPPED)
+    return family_of_type(config.model_type)
 
 
 def check_scheme(model_type: str, config: Any, scheme: Scheme) -> None:

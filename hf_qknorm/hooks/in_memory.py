@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from hf_qknorm.model.in_memory import InMemoryName
 
-logger = logging.getLogger("hf_qknorm")
 
-
-def copy_model(load: Callable[..., Any], cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Let a model's `from_pretrained` return a copy of the model in memory."""
+def refuse_model(load: Callable[..., Any], cls: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Let a model's `from_pretrained` refuse the name."""
     name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-    if not isinstance(name, InMemoryName):
-        return load(cls, *args, **kwargs)
-    loaded, info = name.load(cls, kwargs)
-    return (loaded, info) if kwargs.get("output_loading_info") else loaded
-
-
-def read_config(
-    read: Callable[..., Any], cls: Any, /, pretrained_model_name_or_path: Any, **kwargs: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Let `AutoConfig` read the config from the model in memory, instead of the file.
-
-    A config class's own `from_pretrained` reads the file: PEFT compares the vocabulary's size with the one there.
-    """
-    name = pretrained_model_name_or_path
-    settings, unused = read(cls, name, **kwargs)
-    if isinstance(name, InMemoryName) and kwargs.get("_from_auto"):
-        if (found := name.config_dict()) is not None:
-            return found, unused
-        logger.warning("%r is the name of a model that was changed in memory, and is gone: its file is read", name)
-    return settings, unused
+    if isinstance(name, InMemoryName):
+        raise name.refusal(f"{cls.__name__}.from_pretrained")
+    return load(cls, *args, **kwargs)
 
 
 def store_no_base(to_dict: Callable[..., Any], config: Any, /) -> Any:
@@ -46,7 +26,7 @@ def refuse_name(init: Callable[..., Any], llm: Any, /, *args: Any, **kwargs: Any
     """Let the constructor of vLLM's `LLM` refuse the name."""
     name = args[0] if args else kwargs.get("model")
     if isinstance(name, InMemoryName):
-        raise name.refusal("vLLM", "it loads a checkpoint from the disk")
+        raise name.refusal("vLLM")
     init(llm, *args, **kwargs)
 
 

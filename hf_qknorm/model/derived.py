@@ -22,7 +22,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_qknorm.attend import functions
-from hf_qknorm.families import CAPPED, FAMILIES, check_scheme, known_types
+from hf_qknorm.families import FAMILIES, check_scheme, family_of_type, known_types
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.files.names import REPORT
@@ -95,7 +95,7 @@ class QKNormModel(_Model):
         with config_errors(config_file(config), config.model_type, config.architectures):
             super().__init__(config, *args, **kwargs)
             use_derived_classes(self)
-            install(self, FAMILIES.get(model_type, CAPPED), scheme)
+            install(self, family_of_type(model_type), scheme)
         plan_norms(self)
         # vLLM drops each weight that one of these matches anywhere: GPT-2's "attn.bias" is in c_attn.bias too.
         unread: Any = getattr(self, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -119,7 +119,7 @@ class QKNormModel(_Model):
         """Check a backend as transformers does, and refuse one that would drop a cap."""
         softcap = self.config.scheme.softcap
         if softcap is not None:
-            own_forward = FAMILIES.get(self.config.base_model_type, CAPPED).runs_own_forward(self.config)
+            own_forward = family_of_type(self.config.base_model_type).runs_own_forward(self.config)
             requested_attention = functions.cap_backend(
                 requested_attention, softcap, self.config, own_forward=own_forward
             )
@@ -243,7 +243,7 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
     model_type = base.config_class.model_type
     config_class = derived_config(model_type)
     namespace = {"base_class": base, "config_class": config_class, "__module__": __name__}
-    counts = (CountsCached,) if FAMILIES.get(model_type, CAPPED).restarts == base.__name__ else ()
+    counts = (CountsCached,) if family_of_type(model_type).restarts == base.__name__ else ()
     derived = type(f"{PREFIX}{base.__name__}", (QKNormModel, *counts, base), namespace)
     # Checkpoints hold Mixtral's experts apart, and GPT-NeoX's head under another name: convert them as the base does.
     for own, name in ((model_type, config_class.model_type), (base.__name__, derived.__name__)):

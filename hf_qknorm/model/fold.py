@@ -10,6 +10,7 @@ Source: Rybakov et al. 2024 (arXiv 2410.16682), QKV_norm.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -84,18 +85,30 @@ def check_foldable(model: nn.Module, family: Family) -> None:
 
 
 @torch.no_grad()
-def fold_pre_norms(model: nn.Module) -> None:
-    """Fold every norm that the scheme removed into the projections that follow it, in place, with spread 1."""
+def fold_pre_norms(model: nn.Module, keep: Callable[[Tensor], None]) -> None:
+    """Fold every norm that the scheme removed into the projections that follow it, in place, with spread 1.
+
+    `keep` gets each parameter before it is written to.
+    """
     for layer in patched_layers(model).values():
         norm: Any = layer.removed_norm[0]
         shift = getattr(norm, "bias", None)
         for part in _projections(layer):
             transposed = isinstance(part, Conv1D)
             if part.bias is not None and shift is not None:
+                keep(part.bias)
                 part.bias.copy_(fold_bias(part.weight, part.bias, shift, transposed=transposed))
+            keep(part.weight)
             part.weight.copy_(fold_weight(part.weight, norm.weight, layer.family, transposed=transposed))
         eps = float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
         layer.removed_norm = (FoldedNorm(eps, centred=NORMS[layer.family.norm].centred),)
+
+
+def folded_norms(model: nn.Module) -> list[tuple[FoldedNorm, list[Tensor]]]:
+    """Each folded norm that the model still holds, and the weights that it was folded into."""
+    layers = patched_layers(model).values()
+    pairs = [(norm, [part.weight for part in _projections(layer)]) for layer in layers for norm in layer.removed_norm]
+    return [(norm, weights) for norm, weights in pairs if isinstance(norm, FoldedNorm)]
 
 
 def is_exact(model: nn.Module) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from hf_qknorm.model.attention import every_norm, head_norms, patched_layers, require_patched
 from hf_qknorm.model.norms import HeadNorm
+from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.ops.norms import NORMS, OPENED
 
 NO_NORM: Final = 2.0**OPENED  # from this knee on, a norm differs from a constant factor by less than a rounding in fp32
@@ -43,9 +44,11 @@ def set_knee(model: nn.Module, knee: float) -> None:
     norms = every_norm(model)
     check_norms(norms)
     shapes = [(norm, norm.rounded(knee, norm.mean_power(), norm.shape.sharpness)) for norm in norms]
-    for norm, shape in shapes:
-        if norm.shape != shape:
-            norm.set_shape(shape)
+    with undone_on_error() as keep:
+        for norm, shape in shapes:
+            if norm.shape != shape:
+                keep(norm.knee)
+                norm.set_shape(shape)
 
 
 def check_norms(norms: list[HeadNorm]) -> None:

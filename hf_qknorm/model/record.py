@@ -17,7 +17,6 @@ from transformers.utils import cached_file
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.files.untrusted import check_finite
-from hf_qknorm.model.in_memory import InMemoryName
 from hf_qknorm.reports.report import Calibration
 
 ATTRIBUTE: Final = "qk_norm_record"  # of a patched model
@@ -58,7 +57,7 @@ def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
     `options` are the arguments of `from_pretrained`. A report of another scheme, with unknown fields, or with numbers
     that are not finite, is left out with a warning: the model's next save would pass it on.
     """
-    if name is None or isinstance(name, InMemoryName):
+    if name is None:
         return
     found = cached_file(
         name,

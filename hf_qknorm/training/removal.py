@@ -26,6 +26,7 @@ from hf_qknorm.measure.text import batches_for, check_batches
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fsdp import fsdp_modules
 from hf_qknorm.model.knees import set_knee
+from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.patch import patch_model, unpatch_model
 
 logger = logging.getLogger(__name__)
@@ -96,13 +97,14 @@ def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
         _check_whole(constant.projection)
     rest = without_norms(next(iter(patched_layers(model).values())).scheme)
     backend = model.config._attn_implementation
-    with torch.no_grad():
+    with undone_on_error(model) as keep, torch.no_grad():
         for constant in found:
             for parameter in constant.projection.parameters(recurse=False):
+                keep(parameter)
                 parameter.copy_(constant.folded(parameter))
-    unpatch_model(model)
-    if not rest.changes_nothing:
-        patch_model(model, rest, attn_implementation=backend)
+        unpatch_model(model)
+        if not rest.changes_nothing:
+            patch_model(model, rest, attn_implementation=backend)
     return model
 
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_qknorm import Calibration, calibrate, patch_model, set_knee, unpatch_model
 from hf_qknorm.files.names import REPORT
-from hf_qknorm.model.knees import knee_of
 from hf_qknorm.model.record import ATTRIBUTE
 from qknorm_tests.adapters import needs_add_adapter
 from qknorm_tests.tiny import tiny_model
@@ -81,15 +80,6 @@ def test_without_a_calibration_no_report_stays_in_the_folder(tmp_path):
     patch_model(unpatch_model(model), "qk_norm").save_pretrained(tmp_path)
     assert not (tmp_path / REPORT).exists()
     assert not hasattr(loaded(tmp_path), ATTRIBUTE)
-
-
-def test_a_copy_by_the_name_of_a_model_in_memory_reads_no_report(tmp_path):
-    calibrated()[0].save_pretrained(tmp_path)
-    model = loaded(tmp_path)
-    calibrate(model, BATCHES, knee=2)
-    copied = AutoModelForCausalLM.from_pretrained(model.name_or_path)
-    assert knee_of(copied) == knee_of(model)
-    assert not hasattr(copied, ATTRIBUTE)
 
 
 def test_a_save_on_another_rank_writes_no_report(tmp_path):

@@ -9,12 +9,10 @@ namespace hf_qknorm {
 // weight = e^(logit - first)·second. The second is 0 for a row without keys. A null `normaliser` leaves the pairs out.
 void forward(const Problem& problem, const Heads& out, float* normaliser);
 
-// Whether the rows of a key head are so few that `forward_few_rows` takes less time.
-bool few_rows(const Problem& problem);
-
-// Write the output, without the pairs. `backward` can't follow this pass: it sums up logits in another order, and by
-// pairs of this order its weights would not add up to 1.
-void forward_few_rows(const Problem& problem, const Heads& out);
+// Write the output, without the pairs, if the rows of a key head are so few that it takes less time; return whether it did.
+// `backward` can't follow this pass: it sums up logits in another order, and by pairs of this order its weights would not
+// add up to 1.
+bool forward_few_rows(const Problem& problem, const Heads& out);
 
 // Statistics of a row that sees a key.
 struct RowStatistics {

@@ -70,11 +70,8 @@ void differentiate(const Rows& rows, const Tile& tile, Vec cap, const RowNumbers
 
 void differentiate(const Problem& problem, const Rows& rows, const Tile& tile, const RowNumbers& numbers) {
   const Vec cap(static_cast<float>(problem.cap.value_or(1.0)));
-  switch (cap_of(problem, tile.scores, BLOCK_ROWS, tile.keys, rows.width)) {
-    case Cap::none: return differentiate<Cap::none>(rows, tile, cap, numbers);
-    case Cap::small: return differentiate<Cap::small>(rows, tile, cap, numbers);
-    case Cap::any: return differentiate<Cap::any>(rows, tile, cap, numbers);
-  }
+  with_cap(problem, tile.scores, BLOCK_ROWS, tile.keys, rows.width,
+           [&](auto kind) { differentiate<kind>(rows, tile, cap, numbers); });
 }
 
 // The parts of a thread's memory. Rows of heads are padded to whole vectors.
@@ -158,8 +155,8 @@ void differentiate_keys(const Problem& problem, const Gradients& gradients, cons
   const Dropout dropout(problem.dropout);
   for (int64_t first = begin; first < end; first += step) {
     const int64_t count = std::min(step, end - first);
-    const ByRow keys = load_tile<T>(problem.k, b, key_head, first, count, head_dim, memory.keys);
-    const ByRow values = load_tile<T>(problem.v, b, key_head, first, count, head_dim, memory.values);
+    const ByRow keys = load_tile<T>(problem.k, b, key_head, first, count, head_dim, width, memory.keys);
+    const ByRow values = load_tile<T>(problem.v, b, key_head, first, count, head_dim, width, memory.values);
     std::fill(memory.dkeys, memory.dkeys + count * width, 0.0f);
     std::fill(memory.dvalues, memory.dvalues + count * width, 0.0f);
     for (int64_t part = 0; part < blocks.per_key_head(); ++part) {

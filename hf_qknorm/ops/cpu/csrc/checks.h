@@ -1,36 +1,126 @@
-// The checks of the operators' arguments: all that the kernels rely on, before they touch memory.
+// The checks of the operators' arguments: all that the kernels rely on, before they touch memory. Each raises ValueError,
+// with the argument's name, for one that does not fit.
 //
 // The table of these checks is ops/OPERATORS.md; recipes/benchmarks/fuzz_operators.py breaks each of its lines.
 #pragma once
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <optional>
 
 #include "norm_rope.h"
 
 namespace hf_qknorm {
 
-constexpr int64_t MOST_COLUMNS = 256;
+using at::Tensor;
+using c10::ScalarType;
+using MaybeTensor = std::optional<Tensor>;
+
 constexpr int64_t MOST_KEYS = 1 << 24;  // positions are compared in fp32
 
-// Each raises ValueError, with the argument's name, for one that does not fit.
+// A strided tensor on the CPU of this shape.
+inline void check_shape(const char* name, const Tensor& x, at::IntArrayRef shape) {
+  TORCH_CHECK_VALUE(x.defined() && x.device().is_cpu() && x.layout() == at::kStrided, name,
+                    " must be a strided tensor on the CPU");
+  TORCH_CHECK_VALUE(x.sizes() == shape, name, " must be ", shape, ", got ", x.sizes());
+}
+
+inline void check_tensor(const char* name, const Tensor& x, ScalarType type, at::IntArrayRef shape) {
+  check_shape(name, x, shape);
+  TORCH_CHECK_VALUE(x.scalar_type() == type, name, " must be of ", type, ", got ", x.scalar_type());
+}
+
+inline void check_floating(const char* name, const Tensor& x, at::IntArrayRef shape) {
+  check_shape(name, x, shape);
+  TORCH_CHECK_VALUE(at::isFloatingType(x.scalar_type()), name, " must be of floating point numbers, got ", x.scalar_type());
+}
+
+// A tensor that is read or written as one piece.
+inline void check_packed(const char* name, const Tensor& x, at::IntArrayRef shape) {
+  check_tensor(name, x, ScalarType::Float, shape);
+  TORCH_CHECK_VALUE(x.is_contiguous(), name, " must be contiguous, got strides ", x.strides());
+}
+
+// A tensor that is written by rows.
+inline void check_written(const char* name, const Tensor& x, ScalarType type, at::IntArrayRef shape) {
+  check_tensor(name, x, type, shape);
+  TORCH_CHECK_VALUE(x.stride(-1) == 1 && at::has_internal_overlap(x) != at::MemOverlap::Yes, name,
+                    " must have dense rows with memory of their own, got strides ", x.strides());
+}
+
+// Heads [B, H, T, D]
+inline void check_heads(const char* name, const Tensor& x) {
+  check_shape(name, x, x.sizes());
+  TORCH_CHECK_VALUE(x.dim() == 4 && x.size(1) >= 1 && x.size(3) >= 1 && x.size(3) <= MOST_COLUMNS, name,
+                    " must be [B, H, T, D] with at least one head, and 1 to ", MOST_COLUMNS, " columns, got ", x.sizes());
+  const ScalarType type = x.scalar_type();
+  TORCH_CHECK_VALUE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+                    " must be of fp32, bf16 or fp16 numbers, got ", type);
+}
 
 // The arguments of every pass of attention.
-void check_attention(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                     const std::optional<at::Tensor>& ranges, const std::optional<at::Tensor>& sinks,
-                     const std::optional<at::Tensor>& seed, double scale, std::optional<double> cap, bool causal,
-                     std::optional<int64_t> window, double dropout);
+inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges,
+                            const MaybeTensor& sinks, const MaybeTensor& seed, double scale, std::optional<double> cap,
+                            bool causal, std::optional<int64_t> window, double dropout) {
+  check_heads("q", q);
+  check_heads("k", k);
+  const int64_t batch = q.size(0), heads = q.size(1), keys = k.size(2);
+  check_tensor("k", k, q.scalar_type(), {batch, k.size(1), keys, q.size(3)});
+  check_tensor("v", v, q.scalar_type(), k.sizes());
+  TORCH_CHECK_VALUE(heads % k.size(1) == 0, "k must have a number of heads that divides ", heads, ", got ", k.sizes());
+  TORCH_CHECK_VALUE(keys <= MOST_KEYS, "k must have at most ", MOST_KEYS, " keys, got ", k.sizes());
+  if (ranges) {
+    const bool shared = ranges->dim() > 0 && ranges->size(0) == 1;
+    check_tensor("ranges", *ranges, ScalarType::Int, {shared ? 1 : batch, q.size(2), 2});
+  }
+  if (sinks) check_floating("sinks", *sinks, {heads});
+  if (seed) check_tensor("seed", *seed, ScalarType::Long, {1});
+  TORCH_CHECK_VALUE(std::isfinite(scale), "scale must be finite, got ", scale);
+  TORCH_CHECK_VALUE(!cap || (std::isfinite(*cap) && *cap > 0), "cap must be finite and above 0, got ", *cap);
+  TORCH_CHECK_VALUE(!window || *window >= int64_t(causal), "window must be at least ", int64_t(causal), ", got ", *window);
+  TORCH_CHECK_VALUE(dropout >= 0 && dropout < 1, "dropout must be in [0, 1), got ", dropout);
+  TORCH_CHECK_VALUE(dropout == 0 || seed, "seed must be given with dropout ", dropout);
+}
 
 // The arguments of backward beside these.
-void check_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& grad, const at::Tensor& out,
-                     const at::Tensor& normaliser, const at::Tensor& dq, const at::Tensor& dk, const at::Tensor& dv,
-                     const at::Tensor& delta);
+inline void check_gradients(const Tensor& q, const Tensor& k, const Tensor& grad, const Tensor& out,
+                            const Tensor& normaliser, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                            const Tensor& delta) {
+  const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2);
+  check_tensor("grad", grad, q.scalar_type(), q.sizes());
+  check_tensor("out", out, q.scalar_type(), q.sizes());
+  check_written("dk", dk, q.scalar_type(), k.sizes());
+  check_written("dv", dv, q.scalar_type(), k.sizes());
+  check_packed("normaliser", normaliser, {batch, heads, queries, 2});
+  check_packed("delta", delta, {batch, heads, queries});
+  TORCH_CHECK_VALUE(dq.dim() == 5 && dq.size(0) >= 1, "dq must be [P, B, H, T, D] with at least one part, got ", dq.sizes());
+  check_packed("dq", dq, {dq.size(0), batch, heads, queries, q.size(3)});
+}
+
+// A norm's gain or bias: [1], [D] or [H, D]
+inline void check_parameter(const char* name, const MaybeTensor& x, int64_t heads, int64_t columns) {
+  if (!x) return;
+  if (x->dim() == 2) check_floating(name, *x, {heads, columns});
+  else check_floating(name, *x, {x->numel() == 1 ? 1 : columns});
+}
 
 // Heads, their norm and rotation.
-void check_norm_rope(const at::Tensor& x, const NormRope& by);
-
-// The gradient of normed and rotated heads x.
-void check_head_gradient(const at::Tensor& x, const at::Tensor& grad);
+inline void check_norm_rope(const Tensor& x, const NormRope& by) {
+  const auto& [kind, gain, bias, cos, sin, interleaved] = by;
+  check_heads("x", x);
+  check_parameter("gain", gain, x.size(1), x.size(3));
+  check_parameter("bias", bias, x.size(1), x.size(3));
+  TORCH_CHECK_VALUE(kind.eps >= 0, "eps must not be negative, got ", kind.eps);
+  TORCH_CHECK_VALUE(kind.sharpness >= 1, "sharpness must be at least 1, got ", kind.sharpness);
+  TORCH_CHECK_VALUE(kind.length > 0, "length must be above 0, got ", kind.length);
+  TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "cos and sin must be given together");
+  if (!cos) return;
+  TORCH_CHECK_VALUE(cos->dim() == 3 && 2 * cos->size(2) <= x.size(3),
+                    "cos must be [B or 1, T, R] with at most ", x.size(3) / 2, " angles, got ", cos->sizes());
+  check_floating("cos", *cos, {cos->size(0) == 1 ? 1 : x.size(0), x.size(2), cos->size(2)});
+  check_floating("sin", *sin, cos->sizes());
+}
 
 }  // namespace hf_qknorm

@@ -132,13 +132,14 @@ template <int ROWS, class T>
 void take_tile(const Problem& problem, const Rows& rows, int64_t first, int64_t seen, int64_t count, const Memory& memory,
                Softmax& softmax, const Part& part) {
   const int64_t head_dim = problem.head_dim, width = part.width, hidden = seen - first;
-  const ByRow keys = load_tile<T>(problem.k, rows.b, rows.key_head, first, count, head_dim, memory.keys);
+  const ByRow keys = load_tile<T>(problem.k, rows.b, rows.key_head, first, count, head_dim, width, memory.keys);
   score<ROWS>(keys, count, memory.queries, width, memory.scores);
   weigh(problem, rows, {memory.scores, LANES, first, (count + rows.step - 1) / rows.step, nullptr}, softmax);
   if (!problem.bounded())
     for (int64_t r = 0; r < ROWS; ++r)
       for (int64_t d = 0; d < width; ++d) part.sums[r * width + d] *= softmax.rescale[r];
-  const ByRow values = load_tile<T>(problem.v, rows.b, rows.key_head, seen, count - hidden, head_dim, memory.values);
+  const ByRow values =
+      load_tile<T>(problem.v, rows.b, rows.key_head, seen, count - hidden, head_dim, width, memory.values);
   add_values<ROWS>(values, count - hidden, memory.scores + hidden * ROWS, part.sums, width);
 }
 
@@ -225,13 +226,11 @@ void attend_all(const Problem& problem, const Heads& out) {
 
 }  // namespace
 
-bool few_rows(const Problem& problem) {
+bool forward_few_rows(const Problem& problem, const Heads& out) {
   const int64_t rows = problem.group() * problem.queries;
-  return rows > 0 && rows <= MOST_ROWS && problem.dropout == 0;
-}
-
-void forward_few_rows(const Problem& problem, const Heads& out) {
+  if (rows == 0 || rows > MOST_ROWS || problem.dropout > 0) return false;
   attend_all<1>(problem, out);
+  return true;
 }
 
 }  // namespace hf_qknorm

@@ -55,8 +55,10 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
   std::fill(memory.out, memory.out + memory.width * BLOCK_ROWS, 0.0f);
   for (int64_t first = rows.first_key; first < rows.last_key; first += TILE_KEYS) {
     const int64_t count = std::min(TILE_KEYS, rows.last_key - first);
-    const ByRow keys = load_keys<T>(problem.k, rows, first, count, head_dim, memory.keys);
-    const ByRow values = load_keys<T>(problem.v, rows, first, count, head_dim, memory.values);
+    const auto load = [&](const Heads& heads, float* copy) {
+      return load_tile<T>(heads, rows.b, rows.key_head, first, count, head_dim, head_dim, copy);
+    };
+    const ByRow keys = load(problem.k, memory.keys), values = load(problem.v, memory.values);
     multiply_heads<T, false>(
         count, rows.width, head_dim, keys, memory.queries, BLOCK_ROWS, memory.scores, BLOCK_ROWS, memory.pairs);
     const Dropout* factors = problem.dropout > 0 ? &dropout : nullptr;

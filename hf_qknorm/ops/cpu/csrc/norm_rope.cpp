@@ -8,7 +8,6 @@
 #include <cmath>
 #include <vector>
 
-#include "checks.h"
 #include "norm_rope.h"
 #include "vectors.h"
 

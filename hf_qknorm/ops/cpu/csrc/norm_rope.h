@@ -8,6 +8,8 @@
 
 namespace hf_qknorm {
 
+constexpr int64_t MOST_COLUMNS = 256;
+
 // A norm of rows y: of x, or of x minus its mean; divided by the root of ((mean y²)ˢ + epsˢ)^(1/s), times the length.
 struct NormKind {
   bool normed, centred;

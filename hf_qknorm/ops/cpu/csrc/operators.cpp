@@ -1,5 +1,4 @@
 // The operators, for the CPU alone. Each checks its arguments before it reads them; Python makes the tensors of gradients.
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -10,9 +9,6 @@
 
 namespace hf_qknorm {
 namespace {
-
-using at::Tensor;
-using MaybeTensor = std::optional<Tensor>;
 
 Tensor dense(const Tensor& x) { return x.stride(3) == 1 ? x : x.contiguous(); }
 
@@ -58,11 +54,7 @@ Tensor run_attend(const Tensor& q, const Tensor& k, const Tensor& v, const Maybe
                   std::optional<int64_t> window, double dropout) {
   const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
   Tensor out = laid_out(q);
-  if (few_rows(call.problem)) {
-    forward_few_rows(call.problem, heads_of(out));
-  } else {
-    forward(call.problem, heads_of(out), nullptr);
-  }
+  if (!forward_few_rows(call.problem, heads_of(out))) forward(call.problem, heads_of(out), nullptr);
   return out;
 }
 
@@ -112,7 +104,7 @@ HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred,
                                      const Tensor& grad) {
   const NormRope by{{normed, centred, eps, sharpness, length}, gain, bias, cos, sin, interleaved};
   check_norm_rope(x, by);
-  check_head_gradient(x, grad);
+  check_tensor("grad", grad, x.scalar_type(), x.sizes());
   return norm_rope_backward(dense(grad), dense(x), by);
 }
 
@@ -124,23 +116,17 @@ HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred,
   "cos, Tensor? sin, bool interleaved"
 
 TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
-  library.def("attend(" HF_QKNORM_CALL ") -> Tensor");
-  library.def("forward(" HF_QKNORM_CALL ") -> (Tensor, Tensor)");
-  library.def("backward(" HF_QKNORM_CALL
-              ", Tensor grad, Tensor out, Tensor normaliser, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, "
-              "Tensor(d!) delta) -> ()");
-  library.def("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor");
-  library.def("norm_rope(" HF_QKNORM_HEADS ") -> Tensor");
-  library.def("norm_rope_backward(" HF_QKNORM_HEADS ", Tensor grad) -> (Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(TORCH_EXTENSION_NAME, CPU, library) {
-  library.impl("attend", run_attend);
-  library.impl("forward", run_forward);
-  library.impl("backward", run_backward);
-  library.impl("measure", run_measure);
-  library.impl("norm_rope", run_norm_rope);
-  library.impl("norm_rope_backward", run_norm_rope_backward);
+  const auto add = [&](const char* schema, auto* run) {
+    library.def(schema, torch::dispatch(c10::DispatchKey::CPU, run));
+  };
+  add("attend(" HF_QKNORM_CALL ") -> Tensor", run_attend);
+  add("forward(" HF_QKNORM_CALL ") -> (Tensor, Tensor)", run_forward);
+  add("backward(" HF_QKNORM_CALL
+      ", Tensor grad, Tensor out, Tensor normaliser, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) delta) -> ()",
+      run_backward);
+  add("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor", run_measure);
+  add("norm_rope(" HF_QKNORM_HEADS ") -> Tensor", run_norm_rope);
+  add("norm_rope_backward(" HF_QKNORM_HEADS ", Tensor grad) -> (Tensor, Tensor, Tensor)", run_norm_rope_backward);
 }
 
 }  // namespace

@@ -97,20 +97,13 @@ void weigh(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax) {
   }
 }
 
-template <Cap CAP>
-void weigh(const Problem& problem, const Rows& rows, const Tile& tile, Softmax& softmax) {
-  const Vec cap(static_cast<float>(problem.cap.value_or(1.0)));
-  if (problem.bounded()) return weigh<CAP, true>(rows, tile, cap, softmax);
-  raise_shift<CAP>(rows, tile, cap, softmax);
-  weigh<CAP, false>(rows, tile, cap, softmax);
-}
-
 inline void weigh(const Problem& problem, const Rows& rows, const Tile& tile, Softmax& softmax) {
-  switch (cap_of(problem, tile.scores, tile.stride, tile.steps, rows.width)) {
-    case Cap::none: return weigh<Cap::none>(problem, rows, tile, softmax);
-    case Cap::small: return weigh<Cap::small>(problem, rows, tile, softmax);
-    case Cap::any: return weigh<Cap::any>(problem, rows, tile, softmax);
-  }
+  const Vec cap(static_cast<float>(problem.cap.value_or(1.0)));
+  with_cap(problem, tile.scores, tile.stride, tile.steps, rows.width, [&](auto kind) {
+    if (problem.bounded()) return weigh<kind, true>(rows, tile, cap, softmax);
+    raise_shift<kind>(rows, tile, cap, softmax);
+    weigh<kind, false>(rows, tile, cap, softmax);
+  });
 }
 
 }  // namespace hf_qknorm

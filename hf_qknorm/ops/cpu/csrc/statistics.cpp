@@ -57,20 +57,10 @@ void add_surprise(const Rows& rows, const Tile& tile, Vec cap, Softmax& softmax,
   }
 }
 
-void add_surprise(const Problem& problem, const Rows& rows, const Tile& tile, Softmax& softmax, Measured& measured) {
-  const Vec cap(static_cast<float>(problem.cap.value_or(1.0)));
-  switch (cap_of(problem, tile.scores, tile.stride, tile.steps, rows.width)) {
-    case Cap::none: return add_surprise<Cap::none>(rows, tile, cap, softmax, measured);
-    case Cap::small: return add_surprise<Cap::small>(rows, tile, cap, softmax, measured);
-    case Cap::any: return add_surprise<Cap::any>(rows, tile, cap, softmax, measured);
-  }
-}
-
 // Measure the rows of a block, and write the numbers of those that see a key.
 template <class T>
 void measure(const Problem& problem, const Rows& rows, double threshold, float* memory, RowStatistics* results) {
-  const int64_t head_dim = problem.head_dim;
-  const int64_t width = padded(head_dim);
+  const int64_t head_dim = problem.head_dim, width = padded(head_dim);
   float *staged = memory, *queries = staged + LANES * width, *scores = queries + BLOCK_ROWS * width;
   float* copy = scores + BLOCK_ROWS * TILE_KEYS;
   const Vec unit(static_cast<float>(problem.cap.value_or(1.0))), limit(static_cast<float>(threshold));
@@ -80,11 +70,12 @@ void measure(const Problem& problem, const Rows& rows, double threshold, float* 
   load_columns<T>(problem, problem.q, rows, problem.query_factor(), staged, queries);
   for (int64_t first = rows.first_key; first < rows.last_key; first += TILE_KEYS) {
     const int64_t count = std::min(TILE_KEYS, rows.last_key - first);
-    const ByRow keys = load_keys<T>(problem.k, rows, first, count, head_dim, copy);
+    const ByRow keys = load_tile<T>(problem.k, rows.b, rows.key_head, first, count, head_dim, head_dim, copy);
     multiply<false>(count, rows.width, head_dim, keys, queries, BLOCK_ROWS, scores, BLOCK_ROWS);
     const Tile tile{scores, BLOCK_ROWS, first, count, nullptr};
     compare(rows, tile, unit, limit, measured);
-    add_surprise(problem, rows, tile, softmax, measured);
+    with_cap(problem, scores, BLOCK_ROWS, count, rows.width,
+             [&](auto kind) { add_surprise<kind>(rows, tile, unit, softmax, measured); });
   }
   for (int64_t r = 0; r < rows.count; ++r) {
     if (rows.empty(r)) continue;

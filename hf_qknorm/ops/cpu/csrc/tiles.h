@@ -34,20 +34,10 @@ void load_columns(const Problem& problem, const Heads& heads, const Rows& rows, 
   }
 }
 
-// Keys or values [count, head_dim] in fp32: where they lie, or a copy of them.
-template <class T>
-ByRow load_keys(const Heads& heads, const Rows& rows, int64_t first, int64_t count, int64_t head_dim, float* copy) {
-  const T* from = heads.at<const T>(rows.b, rows.key_head, first);
-  if constexpr (std::is_same_v<T, float>) return {from, heads.row};
-  for (int64_t j = 0; j < count; ++j) widen(from + j * heads.row, copy + j * head_dim, head_dim);
-  return {copy, head_dim};
-}
-
-// Keys or values of a tile in fp32: where they lie, or a copy of them, padded with zeros to whole vectors.
+// Keys or values of a tile [count, width] in fp32: where they lie, or a copy of them, with zeros behind the head's columns.
 template <class T>
 ByRow load_tile(const Heads& heads, int64_t b, int64_t head, int64_t first, int64_t count, int64_t head_dim,
-                float* copy) {
-  const int64_t width = padded(head_dim);
+                int64_t width, float* copy) {
   const T* from = heads.at<const T>(b, head, first);
   if constexpr (std::is_same_v<T, float>)
     if (width == head_dim) return {from, heads.row};
@@ -80,14 +70,17 @@ inline Vec exponent(Vec squashed, Vec cap, Vec shift) {
   return CAP == Cap::none ? squashed - shift : at::vec::fmsub(cap, squashed, shift);
 }
 
-// How tanh is computed for scores [count, width] in rows of `stride`. NaN does not count: both formulas return NaN.
-inline Cap cap_of(const Problem& problem, const float* scores, int64_t stride, int64_t count, int64_t width) {
-  if (!problem.cap) return Cap::none;
+// Call run(cap), a constant: how tanh is computed for scores [count, width] in rows of `stride`. NaN does not count: both
+// formulas return NaN.
+template <class Run>
+void with_cap(const Problem& problem, const float* scores, int64_t stride, int64_t count, int64_t width, const Run& run) {
+  if (!problem.cap) return run(std::integral_constant<Cap, Cap::none>());
   Vec largest(0.0f);
   for (int64_t j = 0; j < count; ++j)
     for (int64_t lane = 0; lane < width; lane += LANES)
       largest = at::vec::clamp_min(largest, Vec::loadu(scores + j * stride + lane).abs());
-  return largest_of(largest) <= SMALL ? Cap::small : Cap::any;
+  if (largest_of(largest) <= SMALL) return run(std::integral_constant<Cap, Cap::small>());
+  run(std::integral_constant<Cap, Cap::any>());
 }
 
 constexpr int SIDE_BY_SIDE = 4;

@@ -1,0 +1,120 @@
+"""Ctrl-C at any place of a change in memory leaves the model as it was, or as it is after the change."""
+
+from __future__ import annotations
+
+import copy
+import math
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+from hf_qknorm import calibrate, patch_model, remove_norms, set_knee, unpatch_model
+from qknorm_tests.tables import make_batch, sharp_model
+
+PLACES = 10  # of all lines that the package runs, taken evenly
+
+
+def llava() -> LlavaForConditionalGeneration:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {"model_type": "llama", "vocab_size": 64, **sizes}
+    vision = {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, **sizes}
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
+
+
+def patched(scheme: str) -> Callable[[], Any]:
+    return lambda: patch_model(sharp_model("llama"), scheme)
+
+
+def calibrated() -> Any:
+    model = patch_model(sharp_model("llama"), "qk_norm_cap")
+    calibrate(model, [make_batch("llama")], knee=4.0)
+    return model
+
+
+def opened() -> Any:
+    model = calibrated()
+    set_knee(model, math.inf)
+    return model
+
+
+CHANGES = {
+    "patch": (lambda: sharp_model("llama"), patch_model),
+    "patch by none": (lambda: sharp_model("llama"), lambda model: patch_model(model, "none")),
+    "fold": (lambda: sharp_model("llama"), lambda model: patch_model(model, "qkv_norm")),
+    "patch a tower": (llava, patch_model),
+    "unpatch": (patched("qk_norm_cap"), unpatch_model),
+    "unpatch a tower": (lambda: patch_model(llava()), unpatch_model),
+    "set_knee": (calibrated, lambda model: set_knee(model, 2.0)),
+    "remove_norms": (opened, remove_norms),
+}
+
+
+def state(model: Any) -> dict[str, Any]:
+    """Everything that a change may change, in a form that compares."""
+    found: dict[str, Any] = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        own = {
+            key: x for key, x in vars(module).items() if isinstance(x, str | bool | dict) and not key.startswith("_")
+        }
+        found[f"{name}."] = type(module), own, config and (type(config), config.to_dict(), str(config.name_or_path))
+    return found
+
+
+class Interrupt:
+    """Counts the lines that the package runs, and raises KeyboardInterrupt at one of them."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.lines = at, 0
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> Interrupt | None:
+        if "/hf_qknorm/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.at:
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, change: Callable[[Any], Any], model: Any) -> int:
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            change(model)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return self.lines
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_interrupt_leaves_no_half(name):
+    make, change = CHANGES[name]
+    first = make()
+    unchanged, model = state(first), copy.deepcopy(first)
+    change(model)  # fills the caches
+    model = copy.deepcopy(first)
+    lines, changed = Interrupt().run(change, model), state(model)
+    assert changed != unchanged
+    outcomes = []
+    for place in range(1, lines + 1, max(lines // PLACES, 1)):
+        model = copy.deepcopy(first)
+        Interrupt(place).run(change, model)
+        outcomes.append(unchanged if (found := state(model)) == unchanged else changed)
+        assert found == outcomes[-1], f"line {place} of {lines}"
+    assert outcomes[0] == unchanged
+
+
+def test_a_refused_calibration_leaves_folded_projections():
+    model = patch_model(sharp_model("gpt2"), "qkv_norm")
+    before = state(model)
+    with pytest.raises(ValueError, match="max_loss_increase=-9"):
+        calibrate(model, [make_batch("gpt2")], max_loss_increase=-9)
+    assert state(model) == before
