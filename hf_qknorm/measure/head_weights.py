@@ -21,6 +21,7 @@ from hf_qknorm.measure.input_norms import GainAndBias, InputNorm, input_norm
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import PLAIN
 from hf_qknorm.model.install import own_layers
+from hf_qknorm.model.weights import check_not_copied, check_unshared
 
 
 @dataclass(frozen=True)
@@ -110,29 +111,11 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
     }
 
 
-def check_unshared(parts: Mapping[str, Mapping[str, HeadWeights]], consequence: str) -> None:
-    """Raise ValueError, with the consequence, if two layers share weights, as Zamba's do."""
-    owners: dict[int, str] = {}
-    for name, own in parts.items():
-        for part in own.values():
-            if (owner := owners.setdefault(id(part.weight), name)) != name:
-                raise ValueError(f"{owner} and {name} share weights: {consequence}")
-
-
-def fused_outputs(model: nn.Module) -> Iterator[tuple[Any, int, list[Tensor]]]:
-    """Yield the projections to queries, keys and values at once: module, dimension of the outputs, and the outputs.
-
-    The outputs are indices: of the queries, of the keys and of the values. Raises ValueError as
-    `attention_head_weights` does.
-    """
-    for name, layer, family in attention_layers(model):
-        if len(family.style.weights) == 1:
-            parts = _parts(name, layer, family, None)
-            projection = parts["q"].projection
-            q, k = (part.outputs(torch.device("cpu")).flatten() for part in parts.values())
-            others = torch.ones(_size(projection), dtype=torch.bool)
-            others[q] = others[k] = False
-            yield projection, 1 - _inputs(projection), [q, k, others.nonzero().flatten()]
+def check_changeable(model: nn.Module, parts: Mapping[str, Mapping[str, HeadWeights]], change: str) -> None:
+    """Raise ValueError unless the projections can be changed in place, each by itself; `change` names the caller."""
+    check_not_copied(model, change)
+    projections = {part.projection for own in parts.values() for part in own.values()}
+    check_unshared(model, [p for each in projections for p in each.parameters(recurse=False)], change)
 
 
 def attention_layers(model: nn.Module) -> list[tuple[str, Any, Family]]:
