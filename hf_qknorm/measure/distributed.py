@@ -85,13 +85,15 @@ def is_first_rank() -> bool:
 def ranks_of(model: nn.Module) -> Ranks:
     """The process groups of a wrapped or sharded model.
 
-    Raises ValueError for a model that is sharded in several ways, or over some of the processes.
+    Raises ValueError for a model that is sharded by DeepSpeed, in several ways, or over some of the processes.
     """
     if isinstance(model, DistributedDataParallel):
         return Ranks(data=model.process_group)
     sharded, parallel = bool(fsdp_modules(model)), getattr(unwrap(model), "_tp_size", None) is not None
-    if sharded and parallel:
-        raise ValueError("this model is sharded in several ways at once: calibrate it before sharding, and save it")
+    if any(hasattr(p, "ds_id") for p in model.parameters()) or (sharded and parallel):  # DeepSpeed sets ds_id
+        raise ValueError(
+            "this model is sharded by DeepSpeed or in several ways at once: calibrate it before sharding, and save it"
+        )
     if not (sharded or parallel):
         return ONE_PROCESS
     if parallel and not shards_heads(unwrap(model)):

@@ -5,7 +5,7 @@ For patched and unpatched models, and for sharded weights (DTensor), whose shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -111,11 +111,16 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
     }
 
 
-def check_changeable(model: nn.Module, parts: Mapping[str, Mapping[str, HeadWeights]], change: str) -> None:
-    """Raise ValueError unless the projections can be changed in place, each by itself; `change` names the caller."""
+def changeable_head_weights(model: nn.Module, change: str) -> dict[str, dict[str, HeadWeights]]:
+    """`attention_head_weights` of a model whose projections can be changed in place, each by itself.
+
+    Raises ValueError, with what makes the `change`, for DeepSpeed and for shared weights.
+    """
     check_not_copied(model, change)
-    projections = {part.projection for own in parts.values() for part in own.values()}
+    layers = attention_head_weights(model)
+    projections = {part.projection for parts in layers.values() for part in parts.values()}
     check_unshared(model, [p for each in projections for p in each.parameters(recurse=False)], change)
+    return layers
 
 
 def attention_layers(model: nn.Module) -> list[tuple[str, Any, Family]]:

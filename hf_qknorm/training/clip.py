@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import world_size
-from hf_qknorm.measure.head_weights import attention_head_weights, check_changeable, normed_sides, parameter_factors
+from hf_qknorm.measure.head_weights import changeable_head_weights, normed_sides, parameter_factors
 from hf_qknorm.measure.logit_statistics import PassFilter
 from hf_qknorm.measure.logits import call_to_measure
 from hf_qknorm.model.attention import QKNormAttention, require_patched
@@ -60,8 +60,7 @@ class QKClip(TrainerCallback):
         self.threshold = check_positive(threshold, "threshold")
         self.layers = require_patched(model)
         self.exponents = {name: _exponents(name, layer) for name, layer in self.layers.items()}
-        self.parts = attention_head_weights(model)
-        check_changeable(model, self.parts, "QKClip")
+        self.parts = changeable_head_weights(model, "QKClip")
         self.heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
         self.passes = PassFilter(_has_gradients)
@@ -112,7 +111,7 @@ class QKClip(TrainerCallback):
         clipped = {}
         reshard(self.model)
         if gathered := self._gathered():
-            self._check()
+            changeable_head_weights(self.model, "QKClip")  # not adapters: checkpoints lack the weights under them
         for name, largest in gathered.items():
             exponents, parts = self.exponents[name], self.parts[name]
             factor = torch.where(largest > self.threshold, self.threshold / largest, 1.0)
@@ -124,10 +123,6 @@ class QKClip(TrainerCallback):
             for p, scale in parameter_factors(parts, factors):
                 p.mul_(scale)
         return clipped
-
-    def _check(self) -> None:
-        """Raise ValueError for adapters, whose checkpoints lack the weights under them, and for DeepSpeed."""
-        check_changeable(self.model, attention_head_weights(self.model), "QKClip")
 
     def _gathered(self) -> dict[str, Tensor]:
         """Take the largest logits `[H]` over all ranks of the layers where any passed the threshold."""
@@ -150,7 +145,7 @@ class QKClip(TrainerCallback):
                 f"{other} is no layer of the model that the Trainer trains, and QKClip would clip another model: give "
                 "the Trainer the model of QKClip itself, without model_init"
             )
-        self._check()  # as `step`, before the first one
+        changeable_head_weights(self.model, "QKClip")  # as `step`, before the first one
         self.watch()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
