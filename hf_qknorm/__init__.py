@@ -14,7 +14,7 @@
 | convert a checkpoint | `calibrate`, `convert_checkpoint` |
 | inspect | `inspect_model`, `logit_statistics` |
 | train | `LogitMonitor`, `KneeSchedule`, `set_knee`, `remove_norms`, `peft_modules_to_save` |
-| optimise | `MuonClip`, `QKClip`, `QuacK` |
+| optimise | `QKClip`, `QuacK` |
 | share | `push_to_hub`, `add_standalone`, `export_native` |
 
 Importing the package registers its attention functions, its masks and the classes of patched models with transformers.
@@ -47,7 +47,6 @@ _LATE = {
     "training.clip": ("QKClip",),
     "training.knee": ("KneeSchedule",),
     "training.logit_monitor": ("LogitMonitor",),
-    "training.muon": ("MuonClip",),
     "training.quack": ("QuacK",),
     "training.removal": ("remove_norms",),
 }
@@ -68,7 +67,6 @@ if TYPE_CHECKING:
     from hf_qknorm.training.clip import QKClip
     from hf_qknorm.training.knee import KneeSchedule
     from hf_qknorm.training.logit_monitor import LogitMonitor
-    from hf_qknorm.training.muon import MuonClip
     from hf_qknorm.training.quack import QuacK
     from hf_qknorm.training.removal import remove_norms
 else:
@@ -81,7 +79,7 @@ else:
 
 
 __all__ = [
-    "FAMILIES", "SCHEMES", "Calibration", "Inspection", "KneeSchedule", "LogitMonitor", "LogitStatistics", "MuonClip",
+    "FAMILIES", "SCHEMES", "Calibration", "Inspection", "KneeSchedule", "LogitMonitor", "LogitStatistics",
     "NativeExport", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone", "calibrate", "convert_checkpoint",
     "export_native", "inspect_model", "logit_statistics", "patch_model", "peft_modules_to_save", "push_to_hub",
     "remove_norms", "set_knee", "unpatch_model",

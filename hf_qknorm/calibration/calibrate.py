@@ -37,6 +37,7 @@ from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import set_record
+from hf_qknorm.model.weights import check_not_copied
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.reports.report import Calibration
 
@@ -98,7 +99,7 @@ def calibrate(
     the norms are as before. `save_pretrained` writes the report beside the weights, from then on.
 
     Raises ValueError for data with fewer than 16 tokens to predict, or without the labels of masked tokens; a model
-    that is not patched, or is sharded by DeepSpeed; a method or knee that is not possible; a loss that
+    that is not patched, or that DeepSpeed trains; a method or knee that is not possible; a loss that
     rises by more than `max_loss_increase`; a limit on the loss without a language-modelling head; folded norms
     (`pre_norm=False`) that a checkpoint did not keep; offloaded gains; biases behind folded norms in projections that
     are sharded or under adapters; and with `exportable` a model that no native one equals. Raises FileNotFoundError for
@@ -111,6 +112,7 @@ def calibrate(
     >>> report.loss - report.base_loss < 0.1  # nats
     True
     """
+    check_not_copied(model, "calibrate")
     ranks, bare = ranks_of(model), unwrap(model)
     method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase, exportable)
     sharpness = resolve_sharpness(sharpness, knee, exportable)

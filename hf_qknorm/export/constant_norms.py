@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.export.tensor_plan import TensorPlan
-from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, check_unshared
+from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, changeable_head_weights
 from hf_qknorm.model.attention import QKNormAttention, head_norms, require_patched
 from hf_qknorm.model.knees import knee_of, set_knee
 from hf_qknorm.model.norms import HeadNorm
@@ -100,7 +100,7 @@ def check_norms(model: nn.Module) -> None:
             f"the model clips its queries and keys to ±{bound:g} in front of the norms, which can't be folded past "
             "that: train it without the clip (clip_qkv=None) first"
         )
-    check_unshared(attention_head_weights(model), "the norms of both can't be folded into them. Keep the norms")
+    changeable_head_weights(model, "folding the norms into the projections")
 
 
 def sides(layer: QKNormAttention) -> dict[str, HeadNorm]:

@@ -5,7 +5,7 @@ For patched and unpatched models, and for sharded weights (DTensor), whose shard
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from hf_qknorm.measure.input_norms import GainAndBias, InputNorm, input_norm
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import PLAIN
 from hf_qknorm.model.install import own_layers
+from hf_qknorm.model.weights import check_not_copied, check_unshared
 
 
 @dataclass(frozen=True)
@@ -110,29 +111,16 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
     }
 
 
-def check_unshared(parts: Mapping[str, Mapping[str, HeadWeights]], consequence: str) -> None:
-    """Raise ValueError, with the consequence, if two layers share weights, as Zamba's do."""
-    owners: dict[int, str] = {}
-    for name, own in parts.items():
-        for part in own.values():
-            if (owner := owners.setdefault(id(part.weight), name)) != name:
-                raise ValueError(f"{owner} and {name} share weights: {consequence}")
+def changeable_head_weights(model: nn.Module, change: str) -> dict[str, dict[str, HeadWeights]]:
+    """`attention_head_weights` of a model whose projections can be changed in place, each by itself.
 
-
-def fused_outputs(model: nn.Module) -> Iterator[tuple[Any, int, list[Tensor]]]:
-    """Yield the projections to queries, keys and values at once: module, dimension of the outputs, and the outputs.
-
-    The outputs are indices: of the queries, of the keys and of the values. Raises ValueError as
-    `attention_head_weights` does.
+    Raises ValueError, with what makes the `change`, for DeepSpeed and for shared weights.
     """
-    for name, layer, family in attention_layers(model):
-        if len(family.style.weights) == 1:
-            parts = _parts(name, layer, family, None)
-            projection = parts["q"].projection
-            q, k = (part.outputs(torch.device("cpu")).flatten() for part in parts.values())
-            others = torch.ones(_size(projection), dtype=torch.bool)
-            others[q] = others[k] = False
-            yield projection, 1 - _inputs(projection), [q, k, others.nonzero().flatten()]
+    check_not_copied(model, change)
+    layers = attention_head_weights(model)
+    projections = {part.projection for parts in layers.values() for part in parts.values()}
+    check_unshared(model, [p for each in projections for p in each.parameters(recurse=False)], change)
+    return layers
 
 
 def attention_layers(model: nn.Module) -> list[tuple[str, Any, Family]]:

@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import world_size
-from hf_qknorm.measure.head_weights import attention_head_weights, check_unshared, normed_sides, parameter_factors
+from hf_qknorm.measure.head_weights import changeable_head_weights, normed_sides, parameter_factors
 from hf_qknorm.measure.logit_statistics import PassFilter
 from hf_qknorm.measure.logits import call_to_measure
 from hf_qknorm.model.attention import QKNormAttention, require_patched
@@ -48,11 +48,11 @@ class QKClip(TrainerCallback):
 
     The optimiser must step the model's own weights: from fp32 copies it would overwrite the clipped weights.
 
-    Raises ValueError for a model that is not patched, whose layers share weights or have projections of an unknown
-    kind, or that norms both queries and keys (in latent attention queries alone), so that logits do not depend on the
-    size of the weights; for a threshold that is not positive; when training begins, for a Trainer of another model, as
-    its `model_init` makes; for adapters that were added since, there and in a step that clips; and in the first pass
-    for tensor parallelism.
+    Raises ValueError for a model that is not patched, shares weights of queries or keys, or has projections of an
+    unknown kind; for one that norms both queries and keys (in latent attention queries alone), so that logits do not
+    depend on the size of the weights; and for a threshold that is not positive. When training begins, for a Trainer of
+    another model, as its `model_init` makes. Then, and in a step that clips, for adapters that were added since, and
+    for DeepSpeed. In the first pass, for tensor parallelism.
     Source: Kimi K2 (arXiv 2507.20534).
     """
 
@@ -60,8 +60,7 @@ class QKClip(TrainerCallback):
         self.threshold = check_positive(threshold, "threshold")
         self.layers = require_patched(model)
         self.exponents = {name: _exponents(name, layer) for name, layer in self.layers.items()}
-        self.parts = attention_head_weights(model)
-        check_unshared(self.parts, "QKClip would clip them twice")
+        self.parts = changeable_head_weights(model, "QKClip")
         self.heads = {name: max(part.heads for part in self.parts[name].values()) for name in self.layers}
         self.largest: dict[str, Tensor] = {}  # by layer, `[H]`, since the last step
         self.passes = PassFilter(_has_gradients)
@@ -112,7 +111,7 @@ class QKClip(TrainerCallback):
         clipped = {}
         reshard(self.model)
         if gathered := self._gathered():
-            attention_head_weights(self.model)  # raises for adapters, whose checkpoints lack the weights under them
+            changeable_head_weights(self.model, "QKClip")  # not adapters: checkpoints lack the weights under them
         for name, largest in gathered.items():
             exponents, parts = self.exponents[name], self.parts[name]
             factor = torch.where(largest > self.threshold, self.threshold / largest, 1.0)
@@ -146,7 +145,7 @@ class QKClip(TrainerCallback):
                 f"{other} is no layer of the model that the Trainer trains, and QKClip would clip another model: give "
                 "the Trainer the model of QKClip itself, without model_init"
             )
-        attention_head_weights(self.model)  # as `step`, before the first one
+        changeable_head_weights(self.model, "QKClip")  # as `step`, before the first one
         self.watch()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -192,12 +191,12 @@ def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:
     if len(normed) == 2:
         raise ValueError(
             f"{name} norms both its queries and its keys: scaling its weights would not change its logits. Leave out "
-            "QKClip (in MuonClip: threshold=None), or cap the logits (softcap)"
+            "QKClip, or cap the logits (softcap)"
         )
     if layer.family.latent and "q" in normed:
         raise ValueError(
             f"{name} norms its queries, and all heads share the key that rotates: QKClip can't make the logits of one "
-            "head smaller. Leave out QKClip (in MuonClip: threshold=None), or cap the logits (softcap)"
+            "head smaller. Leave out QKClip, or cap the logits (softcap)"
         )
     if layer.family.latent:
         return {"uq": 1.0, "qr": 1.0} if normed else {"uq": 0.5, "uk": 0.5, "qr": 1.0}

@@ -37,7 +37,8 @@ class KneeSchedule(TrainerCallback, ExportableState):
     take them off at the end (recipes/results/removal.md).
 
     The knee lies in the weights, so that every checkpoint of the run holds its own, under DeepSpeed and FSDP and in an
-    adapter too, and a resumed run continues. The path is fixed when the run begins: the first step, the knee there, and
+    adapter too, and a resumed run continues: load its model from the checkpoint, and calibrate at the first start alone
+    (hf_qknorm/training/README.md). The path is fixed when the run begins: the first step, the knee there, and
     the length in steps, which is a `share` of the run, or `steps` if given. trainer_state.json holds it, so that a
     resumed run of any length follows the same path. If the arguments differ from the checkpoint's, a new path begins at
     the present step and knee; `share` and `after` are then parts of the steps left. The knee never moves away from its

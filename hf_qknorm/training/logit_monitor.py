@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.reports.records import COLLAPSED, LayerStatistics
-from hf_qknorm.training.logit_log import LogitSample, append, continue_log, nan_as_inf
+from hf_qknorm.training.logit_log import LogitSample, append, log_file, nan_as_inf
 from hf_qknorm.training.logit_sampler import LogitSampler
 
 if TYPE_CHECKING:
@@ -30,11 +30,13 @@ class LogitMonitor(TrainerCallback):
     and the norms of the gradients of the projections to q and k after clipping; per layer, the rms of the outputs of
     attention and of the MLP, the largest gain of the norms of queries and keys, of a scheme or of the model itself
     (Qwen3), and the bound that they set on |logit|.
-    Recomputed and evaluation passes do not count, nor does generation in training mode (GRPO). In sampled steps
-    compiled models run eagerly, and kernels run without norm and RoPE in them.
+    Recomputed passes do not count, nor do passes without gradients, as of an evaluation or a generation (GRPO). In
+    sampled steps compiled models run eagerly, and kernels run without norm and RoPE in them.
 
-    A sample goes to `last`, to the Trainer's loggers (`attach`), and to `path`, a JSONL file that `hf-qknorm monitor`
-    draws and a resumed run continues. A warning per layer names the heads with a |logit| over `limit` (default: twice
+    The Trainer logs the largest |logit|, the least entropy and the largest bound; the loggers in its `report_to` get
+    more, by `attach`; and `path`, a JSONL file that `hf-qknorm monitor` draws, gets everything, as does `last`. A
+    resumed run continues its file. Another run, such as a trial of a search, writes to a new one beside it, with a
+    number: logits-2.jsonl. A warning per layer names the heads with a |logit| over `limit` (default: twice
     the cap), and heads with |logit| over half the cap and an entropy under `collapsed` times uniform attention's, once
     until they recover. Without a cap, 50 stands for it.
 
@@ -42,12 +44,12 @@ class LogitMonitor(TrainerCallback):
         >>> ids = torch.arange(8)[None]
         >>> with monitor.watch(model, step=10):  # before clipping and zero_grad()
         ...     model(ids, labels=ids).loss.backward()
-        >>> monitor.last.step, sorted(monitor.last.scalars())[-1]
-        (10, 'attention/over_cap')
+        >>> monitor.last.step, list(monitor.last.summary())
+        (10, ['attention/max_logit', 'attention/min_entropy'])
         >>> monitor = qk.LogitMonitor(every=10).attach(trainer)  # or in the Trainer
 
     Raises ValueError for arguments out of range, for a model without an attention layer of a known family, or split by
-    tensor parallelism or nn.DataParallel, and FileExistsError if `path` holds another run.
+    tensor parallelism or nn.DataParallel, and OSError for a path that can't be written.
     """
 
     def __init__(
@@ -65,11 +67,10 @@ class LogitMonitor(TrainerCallback):
             raise ValueError(f"limit={limit}, collapsed={collapsed}: expected a |logit| > 0, and a share from 0 to 1")
         self.every, self.rows, self.limit, self.collapsed = every, rows, limit, collapsed
         self.path = None if path is None else user_path(path, "path")
+        self.file: Path | None = None  # of the present run
         self.last: LogitSample | None = None
         self._trainer: Trainer | None = None
         self._sampler: LogitSampler | None = None
-        self._opened = False
-        self._batch_size = 0  # of a run that has begun
         self._warned: dict[tuple[str, str], set[int]] = {}  # heads outside the limits, by layer and limit
 
     def attach(self, trainer: Trainer) -> LogitMonitor:
@@ -86,11 +87,15 @@ class LogitMonitor(TrainerCallback):
 
     @contextmanager
     def watch(self, model: Any, step: int) -> Iterator[None]:
-        """Sample the forward and backward pass in the block if `step` is a multiple of `every`."""
+        """Sample the forward and backward pass in the block if `step` is a multiple of `every`.
+
+        The first sampled step of a run that is resumed is more than `every`.
+        """
         if step % self.every:
             yield
             return
-        self._open(step - 1, resumed=False)
+        if self.file is None:
+            self._open(resumed=step > self.every)
         with closing(LogitSampler(model, self.rows)) as sampler:
             yield
             sampler.read_gradients()
@@ -100,17 +105,14 @@ class LogitMonitor(TrainerCallback):
         self.close()
         if args.n_gpu > 1:
             raise ValueError(f"LogitMonitor does not support nn.DataParallel ({args.n_gpu} GPUs): start with torchrun")
-        if self._trainer is None and args.report_to:
+        if self._trainer is None and args.report_to and is_first_rank():
             logger.warning(f"{args.report_to} get no numbers from LogitMonitor: use LogitMonitor(...).attach(trainer)")
-        again = (state.train_batch_size or 0) < self._batch_size  # after a lack of memory: `auto_find_batch_size`
-        self._opened = False
-        self._open(state.global_step, resumed=state.global_step > 0 or again)
-        self._batch_size = state.train_batch_size or 0
+        self._open(resumed=state.global_step > 0)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:
         self.close()
         if (state.global_step + 1) % self.every == 0:
-            self._sampler = LogitSampler(kwargs["model"], self.rows, training=True, compiled=args.torch_compile)
+            self._sampler = LogitSampler(kwargs["model"], self.rows, compiled=args.torch_compile)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._sampler is not None:
@@ -122,16 +124,21 @@ class LogitMonitor(TrainerCallback):
         if sample is None:
             return
         if self._trainer is None:
-            state.log_history.append({**sample.scalars(), "epoch": state.epoch, "step": state.global_step})
+            state.log_history.append({**sample.summary(), "epoch": state.epoch, "step": state.global_step})
             return
         from transformers import Trainer  # slow to import, and loaded by now
+        from transformers.integrations import INTEGRATION_TO_CALLBACK
 
+        loggers: Any = tuple(INTEGRATION_TO_CALLBACK.values())
         due = control.should_log  # `log` clears it, and the Trainer's own numbers may be due
-        Trainer.log(self._trainer, sample.scalars())  # TRL's own `log` would add its averages so far, and clear them
+        Trainer.log(self._trainer, sample.summary())  # TRL's own `log` would add its averages so far, and clear them
         control.should_log = due
+        rest = {key: value for key, value in sample.scalars().items() if key not in sample.summary()}
+        for callback in self._trainer.callback_handler.callbacks:  # but for those that print
+            if isinstance(callback, loggers):
+                callback.on_log(args, state, control, logs=dict(rest), **kwargs)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._batch_size = 0
         self.close()
 
     def close(self) -> LogitSampler | None:
@@ -144,24 +151,28 @@ class LogitMonitor(TrainerCallback):
             sampler.close()
         return sampler
 
-    def _open(self, step: int, *, resumed: bool) -> None:
-        if self.path is not None and not self._opened and is_first_rank():
-            continue_log(self.path, step, resumed=resumed)
-        self._opened = True
+    def _open(self, *, resumed: bool) -> None:
+        """Choose the file of a run that begins."""
+        if self.path is None or not is_first_rank():
+            return
+        self.file = log_file(self.path, resumed=resumed)
+        if self.file != self.path:
+            other = "is continued as" if resumed else "has samples of another run, and this run's go to"
+            logger.warning(f"LogitMonitor: {self.path} {other} {self.file}")
 
     def _finish(self, sampler: LogitSampler, step: int) -> LogitSample | None:
+        """Record the sample of a step on the first rank; None, with a warning, without one."""
         sample = sampler.sample(step)
+        self.last = sample or self.last
+        if not is_first_rank():
+            return sample
         if sample is None:
-            logger.warning(
-                f"LogitMonitor saw no forward pass in training mode with gradients in step {step}: nothing is recorded"
-            )
+            logger.warning(f"LogitMonitor saw no forward pass to sample in step {step}: nothing is recorded")
             return None
-        self.last = sample
-        if is_first_rank():
-            if self.path is not None:
-                append(self.path, sample)
-            for name, layer in sample.layers.items():
-                self._warn(step, name, layer)
+        if self.file is not None:
+            append(self.file, sample)
+        for name, layer in sample.layers.items():
+            self._warn(step, name, layer)
         return sample
 
     def _warn(self, step: int, name: str, layer: LayerStatistics) -> None:

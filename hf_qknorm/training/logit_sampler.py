@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import PreTrainedModel
 
 from hf_qknorm.measure.bounds import largest_gains, logit_bounds
 from hf_qknorm.measure.distributed import world_size
@@ -23,40 +21,35 @@ from hf_qknorm.training.logit_log import LogitSample
 
 GradientNorms = tuple[Tensor | None, Tensor | None]  # of the weights of queries and of keys
 QUERIES, KEYS = ("q", "uq", "qr"), ("k", "uk")  # parts of a head; of latent attention, those behind the latent
-MEANS = ("cap", "even", "entropy", "over_cap", "rms_q", "rms_k", "rms_v", "rms_out", "rms_mlp")
 SCALARS = ("cap", "even", "rms_out", "rms_mlp")
 UNSEEN = {"rms_k": "k_norm", "rms_out": "out", "rms_mlp": "mlp"}  # what a layer may lack, by `LogitStatistics.lengths`
 
 
 class LogitSampler:
-    """Watches the first forward pass of a model in the mode `training`, by default its present mode.
+    """Watches the first forward pass of a model until `close()`: one with gradients, unless it is made without.
 
-    In training mode, passes without gradients do not count: trainers such as GRPO's generate in it.
+    Without gradients are evaluations, and the generations of trainers such as GRPO's.
 
-    An unpatched model has the scheme "none" until `close()`. Gains and bounds are measured at the start.
+    An unpatched model has the scheme "none" until then. Gains and bounds are measured at the start.
 
-    A `compiled` model runs eagerly until `close()`: a compiled program ignores new hooks, and another program would be
+    A `compiled` model runs eagerly until then: a compiled program ignores new hooks, and another program would be
     compiled for the sampled steps. Compiled modules in the model are found without the argument.
     """
 
-    def __init__(self, model: Any, rows: int, *, training: bool | None = None, compiled: bool = False) -> None:
+    def __init__(self, model: Any, rows: int, *, compiled: bool = False) -> None:
         if getattr(model, "tp_size", None) not in (None, 1):
             raise ValueError("LogitMonitor does not support tensor-parallel models: each rank has other heads")
         self.model = model
         self.gradients: dict[str, GradientNorms] = {}
-        if training is None:  # a wrapper such as PEFT's may be in another mode than its model
-            training = next((m.training for m in model.modules() if isinstance(m, PreTrainedModel)), model.training)
         with ExitStack() as stack:  # removes all hooks if the model is refused
             self.layers = stack.enter_context(watchable_layers(model))
-            self.shapes = {name: layer.family.style.heads(layer)[:2] for name, layer in self.layers.items()}
-            whole = has_whole_parameters(model)
-            self.gains = largest_gains(model) if whole else {}
-            self.bounds = logit_bounds(model) if whole else {}
-            first = PassFilter(  # no method: a copy of the model would copy the sampler with it
-                lambda model: (
-                    model.training == training and (torch.is_grad_enabled() or not training) and not self.found
-                )
-            )
+            self.heads = {name: layer.family.style.heads(layer)[:2] for name, layer in self.layers.items()}
+            fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+            whole = not fsdp1 and all(p.numel() for p in model.parameters())  # not parts, or nothing, as under ZeRO-3
+            self.gains, self.bounds = (largest_gains(model), logit_bounds(model)) if whole else ({}, {})
+            enabled = torch.is_grad_enabled()
+            # no method, as a copy of the model would copy the sampler with it
+            first = PassFilter(lambda model: torch.is_grad_enabled() is enabled and not self.found)
             self.found = stack.enter_context(watched_layers(model, first, rows=rows))
             modules = list(model.modules())  # compiled in place, or in a wrapper
             if compiled or any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
@@ -69,47 +62,49 @@ class LogitSampler:
 
     def sample(self, step: int) -> LogitSample | None:
         """The sample over all ranks, maxima of logits and means of the rest; None if no pass was seen."""
-        rows = [_packed(self.found.get(name), *shape) for name, shape in self.shapes.items()]
+        rows = [_packed(self.found.get(name), *heads) for name, heads in self.heads.items()]
         parameter = next(next(iter(self.layers.values())).parameters())
         device = next((entry.max_logit.device for entry in self.found.values()), parameter.device)
         largest, sums = (torch.cat([row[i].to(device) for row in rows]) for i in (0, 1))
         if world_size() > 1:
             dist.all_reduce(largest, dist.ReduceOp.MAX)
             dist.all_reduce(sums)
-        layers: dict[str, LayerStatistics] = {}
         tops = torch.split(largest.cpu(), [len(top) for top, _ in rows])
         totals = torch.split(sums.cpu().double(), [len(numbers) for _, numbers in rows])
-        for (name, shape), top, total in zip(self.shapes.items(), tops, totals, strict=True):
-            if not (seen := total[0]):
-                continue
-            means = zip(MEANS, torch.split(total[1:] / seen, _sizes(*shape)), strict=True)
-            fields: dict[str, Any] = {m: x.item() if m in SCALARS else tuple(x.tolist()) for m, x in means}
-            known = self.found[name].lengths if name in self.found else UNSEEN.values()
-            fields |= {field: None for field, part in UNSEEN.items() if part not in known}
-            q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
-            gain_q, gain_k = self.gains.get(name, (None, None))
-            fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
-            layers[name] = LayerStatistics(tuple(top.tolist()), **fields)
+        layers = {
+            name: self._layer(name, heads_kv, top, total[1:] / total[0])
+            for (name, (_, heads_kv)), top, total in zip(self.heads.items(), tops, totals, strict=True)
+            if total[0]
+        }
         return LogitSample(step, layers) if layers else None
 
+    def _layer(self, name: str, heads_kv: int, top: Tensor, means: Tensor) -> LayerStatistics:
+        """The statistics of a layer, from maxima `[H]` and the means of `_packed`."""
+        sizes = _sizes(len(top), heads_kv)
+        parts = zip(sizes, torch.split(means, [*sizes.values()]), strict=True)
+        fields: dict[str, Any] = {key: x.item() if key in SCALARS else tuple(x.tolist()) for key, x in parts}
+        known = self.found[name].lengths if name in self.found else UNSEEN.values()
+        fields |= {field: None for field, part in UNSEEN.items() if part not in known}
+        q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
+        gain_q, gain_k = self.gains.get(name, (None, None))
+        fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
+        return LayerStatistics(tuple(top.tolist()), **fields)
 
-def _sizes(heads: int, heads_kv: int) -> list[int]:
-    """The numbers of each of `MEANS`."""
-    return [1 if name in SCALARS else heads_kv if name in ("rms_k", "rms_v") else heads for name in MEANS]
+
+def _sizes(heads: int, heads_kv: int) -> dict[str, int]:
+    """The counts of the numbers of a layer that ranks average."""
+    by_head, by_key_head = ("entropy", "over_cap", "rms_q"), ("rms_k", "rms_v")
+    return dict.fromkeys(SCALARS, 1) | dict.fromkeys(by_head, heads) | dict.fromkeys(by_key_head, heads_kv)
 
 
 def _packed(entry: LogitStatistics | None, heads: int, heads_kv: int) -> tuple[Tensor, Tensor]:
     """A layer's maxima `[H]`, and the numbers to sum over ranks: 1 if the layer was seen, and the means."""
+    sizes = _sizes(heads, heads_kv)
     if entry is None:  # a layer that was skipped on this rank
-        return torch.full((heads,), -1.0), torch.zeros(1 + sum(_sizes(heads, heads_kv)))
-    numbers = [entry.even.new_tensor(x) for x in (1.0, entry.cap)] + [getattr(entry, name) for name in MEANS[1:]]
-    return entry.max_logit.float(), torch.cat([x.float().flatten() for x in numbers])
-
-
-def has_whole_parameters(model: nn.Module) -> bool:
-    """Whether each parameter is whole, or a DTensor: FSDP1 and ZeRO-3 leave ranks with parts or nothing of it."""
-    fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-    return not fsdp1 and all(p.numel() for p in model.parameters())
+        return torch.full((heads,), -1.0), torch.zeros(1 + sum(sizes.values()))
+    values = [1.0, *(getattr(entry, name) for name in sizes)]
+    numbers = [torch.as_tensor(x, dtype=torch.float32, device=entry.max_logit.device).flatten() for x in values]
+    return entry.max_logit.float(), torch.cat(numbers)
 
 
 @torch.no_grad()
@@ -129,19 +124,17 @@ def gradient_norms(model: Any) -> dict[str, GradientNorms]:
     }
 
 
-def _by_head(parts: Sequence[HeadWeights]) -> Tensor | None:
+def _by_head(parts: list[HeadWeights]) -> Tensor | None:
     norms = [part.norms(part.weight.grad) for part in parts if part.weight.grad is not None]
     return torch.stack(norms).square().sum(0).sqrt() if len(norms) == len(parts) else None
 
 
 def _of_projections(layer: Any) -> GradientNorms:
-    q, *others = (_of_projection(getattr(layer, name, None)) for name in layer.family.style.weights[:2])
-    return q, others[0] if others else q
+    q, k, *_ = (*(_of_projection(getattr(layer, name, None)) for name in layer.family.style.weights[:2]), None)
+    return q, q if len(layer.family.style.weights) == 1 else k
 
 
 def _of_projection(projection: nn.Module | None) -> Tensor | None:
-    if projection is None:  # the layer attends to the keys of another
-        return None
-    grads = [p.grad for p in projection.parameters() if p.grad is not None]
+    grads = [p.grad for p in projection.parameters() if p.grad is not None] if projection is not None else []
     norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]
     return torch.linalg.vector_norm(torch.stack(norms))[None] if norms else None

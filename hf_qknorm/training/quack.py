@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.measure.head_weights import (
-    HeadWeights,
     Sizes,
     attention_head_weights,
     attention_layers,
@@ -41,9 +40,8 @@ from hf_qknorm.measure.head_weights import (
 if TYPE_CHECKING:
     from transformers import Trainer  # slow to import
 
-PREFIX = "quack_"  # of all entries in a parameter's state
-RATE = "quack_rate_"  # of the initial rates; 0.1.0 has the initial norms of weights alone, without "rate_"
-ByPart = dict[str, Tensor]  # part name → `[heads]`
+RATE = "quack_rate_"  # before a part's name, in the state of its weight: its initial rates
+ByPart = dict[str, Tensor]  # by part
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +72,7 @@ class QuacK(Optimizer):
     Sizes count the gain and bias of the norm in front of attention, and the biases of the projections. Where no norm
     is in front of attention (OLMo 2, BERT), the input counts as constant. Steps of that norm's own gain and bias change
     logits too, and are not scaled. `state_dict` holds the initial rates; after a state without them is loaded, the next
-    step measures them anew. A state of 0.1.0 holds norms of weights alone: its rates go on from where they were.
+    step measures them anew.
 
     Logs a warning for a model with norms of queries or keys, which remove the sizes that the rates depend on.
 
@@ -93,7 +91,6 @@ class QuacK(Optimizer):
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         self.layers = attention_head_weights(model)
         self.first: dict[tuple[str, str], Tensor] = {}  # initial rates by layer and part, `[2, heads]`
-        self.former: dict[tuple[str, str], Tensor] = {}  # initial norms of weights from a state of 0.1.0, `[heads]`
         self._own()  # raises without these weights
         _warn_of_norms(model)
         super().__setstate__({})  # sets up hooks and profiling; parameters belong to the wrapped optimiser
@@ -152,26 +149,16 @@ class QuacK(Optimizer):
         for index, layer, name in self._numbered(state):
             if (layer, name) in self.first:
                 entries[index] = {**entries.get(index, {}), RATE + name: self.first[layer, name]}
-            elif (layer, name) in self.former:  # loaded from 0.1.0, before a step
-                entries[index] = {**entries.get(index, {}), PREFIX + name: self.former[layer, name]}
         return {**state, "state": entries}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; without initial rates in it, the next step's rates are the initial ones."""
-        entries = state_dict["state"]
-        self.first, self.former = (
-            {
-                (layer, name): entries[index][prefix + name].to(self.layers[layer][name].weight.device)
-                for index, layer, name in self._numbered(state_dict)
-                if prefix + name in entries.get(index, {})
-            }
-            for prefix in (RATE, PREFIX)
-        )
-        plain = {
-            index: {key: value for key, value in entry.items() if not str(key).startswith(PREFIX)}
-            for index, entry in entries.items()
-        }
-        self.optimizer.load_state_dict({**state_dict, "state": {i: entry for i, entry in plain.items() if entry}})
+        entries = {index: dict(entry) for index, entry in state_dict["state"].items()}
+        self.first = {}
+        for index, layer, name in self._numbered(state_dict):  # torch's loading would cast them to the weight's dtype
+            if (rates := entries.get(index, {}).pop(RATE + name, None)) is not None:
+                self.first[layer, name] = rates.to(self.layers[layer][name].weight.device)
+        self.optimizer.load_state_dict({**state_dict, "state": {i: entry for i, entry in entries.items() if entry}})
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self).copy()
@@ -183,21 +170,8 @@ class QuacK(Optimizer):
             now = learning_rates(present)
             if new := [name for name in parts if (layer, name) not in self.first]:
                 _check_sizes(layer, present, new)
-                goes_on = self._former_factors(layer, parts)
-                self.first |= {(layer, name): now[name] / goes_on[name] for name in new}
+                self.first |= {(layer, name): now[name] for name in new}
             yield from parameter_factors(parts, {n: self.tau * (now[n] / self.first[layer, n]) for n in parts})
-
-    def _former_factors(self, layer: str, parts: dict[str, HeadWeights]) -> ByPart:
-        """The factors at which a run of 0.1.0 stopped, by part, in its sizes; 1 for parts without such a state.
-
-        In latent attention they follow the present rule: 0.1.0 counted the weights before a latent too.
-        """
-        one = torch.ones((), device=next(iter(parts.values())).weight.device)
-        if any((layer, name) not in self.former for name in parts):
-            return dict.fromkeys(parts, one)
-        first = {name: self.former[layer, name] for name in parts}
-        now = {name: part.norms(part.weight.detach()) for name, part in parts.items()}
-        return {name: rate / _rates(first)[name] for name, rate in _rates(now).items()}
 
     def _numbered(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, str, str]]:
         """Yield, for the weight of each part that the optimiser has, its index in `state_dict`, layer and name."""
@@ -221,14 +195,12 @@ class QuacK(Optimizer):
 
 def learning_rates(present: Sizes) -> ByPart:
     """The learning rates of a layer's parts up to a constant, `[2, heads]`: of the weights, and of the biases."""
-    rates = _rates(present.outputs)
+    rates = (_rates if "q" in present.outputs else _latent_rates)(present.outputs)
     return {name: torch.stack([rate / present.inputs[name], rate]) for name, rate in rates.items()}
 
 
 def _rates(outputs: ByPart) -> ByPart:
-    """The learning rates of the parts for inputs of constant size, from the sizes of their outputs, `[heads]`."""
-    if "q" not in outputs:
-        return _latent_rates(outputs)
+    """The rates of queries and keys for inputs of constant size, from the sizes of their outputs, `[heads]`."""
     q, k = outputs["q"], outputs["k"]
     group = len(q) // len(k)
     return {"q": 1 / k.repeat_interleave(group), "k": 1 / q.view(-1, group).amax(1)}

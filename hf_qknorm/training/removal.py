@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm.calibration.knees import restored_attention
 from hf_qknorm.export.constant_norms import check_norms, constant_norms, without_norms
-from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.distributed import Batches, is_first_rank
 from hf_qknorm.measure.predictions import loss_of
 from hf_qknorm.measure.text import batches_for, check_batches
 from hf_qknorm.model.attention import patched_layers
@@ -45,7 +45,7 @@ def remove_norms(
     """Fold norms that have become constant factors into the projections, in place; the model is then unpatched.
 
     Each norm's gain, over the constant that it divides by, scales the rows of W_q or W_k, before RoPE. This is exact up
-    to rounding. A cap stays, with the model still patched. Make a new optimiser after it.
+    to rounding. A cap stays, with the model still patched, until `unpatch_model`. Make a new optimiser after it.
 
     Norms that still act (a knee below 2³⁰) are ended by `KneeSchedule(target=math.inf)` during training, by
     `set_knee(model, math.inf)`, or here if `data` is given, text or batches as for `calibrate`. The loss on it before
@@ -54,8 +54,9 @@ def remove_norms(
 
     Raises TypeError for a wrapped model. Raises ValueError, before anything changes, for a model that is not patched,
     norms that still act without `data`, norms that hold no mean length, norms of values or of latent attention, a bias
-    of a norm that no projection can take, layers that share projections, a clip in front of the norms, sharded weights,
-    a rise above the limit, and a limit without `data`. Raises FileNotFoundError for a path that is not there.
+    of a norm that no projection can take, shared weights, a clip in front of the norms, weights that are sharded or
+    that DeepSpeed trains, a rise above the limit, and a limit without `data`. Raises FileNotFoundError for a path that
+    is not there.
 
     >>> _ = qk.calibrate(qk.patch_model(model, qk.Scheme(q="rms", k="rms", softcap=50.0)), texts)
     >>> print(qk.remove_norms(model, texts).config.scheme)
@@ -87,7 +88,8 @@ def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
             f"without its norms the model's loss goes {change}, more than max_loss_increase={limit:g}. Train on with "
             "KneeSchedule(target=math.inf), or keep the norms"
         )
-    logger.warning("norms removed: the loss goes %s", change)
+    if is_first_rank():
+        logger.warning(f"norms removed: the loss goes {change}")
 
 
 def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
@@ -105,6 +107,8 @@ def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
         unpatch_model(model)
         if not rest.changes_nothing:
             patch_model(model, rest, attn_implementation=backend)
+    if not rest.changes_nothing and is_first_rank():
+        logger.warning(f"the cap of {rest.softcap:g} stays, with the model patched: unpatch_model(model) takes it off")
     return model
 
 
@@ -122,5 +126,5 @@ def _check_bare(model: Any) -> None:
 def _check_whole(model: nn.Module) -> None:
     """Raise ValueError for weights that are not whole and in memory."""
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or parameter.is_meta or hasattr(parameter, "ds_id"):
+        if isinstance(parameter, DTensor) or parameter.is_meta:
             raise ValueError(f"{name} is sharded or offloaded: prepare and fold the whole model on one device")

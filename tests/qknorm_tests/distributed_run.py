@@ -1,16 +1,13 @@
-"""One of two processes that train and calibrate a model together.
+"""One of two processes that train a model together.
 
-Each case is run data-parallel, sharded by FSDP2 and through accelerate, and calibrated; rank 0 writes the results into
-the folder. Three tasks train with Trainer: without harm, with a rank 1 that is killed after step 5, and from the last
-checkpoint of that run.
+Each case is run data-parallel, sharded by FSDP2 and through accelerate; rank 0 writes the results into the folder. In
+one both calibrate before.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-import shutil
-import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,7 +18,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from accelerate.utils.launch import prepare_multi_gpu_env
@@ -32,13 +28,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
 from qknorm_tests.kneed import knees_of
-from qknorm_tests.short_runs import trainer
 from qknorm_tests.tables import make_batch, randomise, sharp_model
-from qknorm_tests.tiny import tiny_model
 
 NORMED = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
 CASES: dict[str, tuple[str, Scheme]] = {
@@ -46,21 +40,14 @@ CASES: dict[str, tuple[str, Scheme]] = {
     "per head": ("gpt2", Scheme(q="layer", k="rms", v="rms", gain="per_head", bias=True, softcap=5.0)),
     "scalar": ("llama", Scheme(q="l2", k="l2", gain="scalar", scale=1.0)),
     "sinks": ("gpt_oss", NORMED),
-    "knee": ("llama", NORMED),
 }
-CALIBRATIONS: dict[str, dict[str, Any]] = {
-    "searched": {},
-    "moments": {"method": "moments", "knee": 2},
-}
-SHARDED_CALIBRATIONS = [("searched", "shared"), ("moments", "per head")]
 FSDP2_YAML = Path(__file__).parents[2] / "recipes" / "accelerate" / "fsdp2.yaml"
 WORLD = 2
-STEPS, SAVED, KILLED = 8, 3, 5
 
 
 def made(case: str) -> PreTrainedModel:
     model_type, scheme = CASES[case]
-    return randomise(patch_model(sharp_model(model_type), scheme), knee=4.0 if case == "knee" else 0.0).eval()
+    return randomise(patch_model(sharp_model(model_type), scheme), knee=4.0).eval()
 
 
 def adapted() -> nn.Module:
@@ -121,21 +108,6 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 SHARDED_WAYS = ("FSDP2", "accelerate")
 
 
-class Die(TrainerCallback):
-    """Kills this process during a run."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == KILLED and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train(folder: Path, **options: Any) -> Any:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    model = patch_model(tiny_model("llama"), NORMED)
-    settings = {"per_device_train_batch_size": 8, "ddp_backend": "gloo", "max_steps": STEPS}
-    return trainer(model, folder, **{**settings, **options})
-
-
 def run_case(case: str, folder: Path, rank: int) -> None:
     for way, wrap in WAYS.items():
         model = wrap(made(case))
@@ -159,7 +131,7 @@ def run_adapter(folder: Path, rank: int) -> None:
 
 def run_sent(folder: Path, rank: int) -> None:
     """Rank 1 saves the knees that rank 0 sends to a model of the meta device."""
-    source = made("knee")
+    source = made("shared")
     with torch.device("meta"):
         model = type(source)(copy.deepcopy(source.config))
     model = sharded(model).to_empty(device="cpu")
@@ -169,62 +141,23 @@ def run_sent(folder: Path, rank: int) -> None:
         save_file(knees_of(model), folder / "sent.safetensors")
 
 
-def run_calibration(name: str, folder: Path, rank: int) -> None:
-    for kind, data in {"dealt": calibration_batches()[rank::WORLD], "same": calibration_batches()}.items():
-        model = DistributedDataParallel(made("shared"))
-        report = calibrate(model, data, max_tokens=4 * 24, **CALIBRATIONS[name])
-        (folder / f"{name} {kind} {rank}.json").write_text(repr(report))
-        loss = backward(model, rank)
-        save_file(
-            {**model.module.state_dict(), "loss": loss, "gradient": model.module.lm_head.weight.grad},
-            folder / f"{name} {kind} {rank}.safetensors",
-        )
-
-
-def run_sharded_calibration(name: str, case: str, folder: Path, rank: int) -> None:
-    for way in SHARDED_WAYS:
-        model = WAYS[way](made(case))
-        report = calibrate(model, calibration_batches()[rank::WORLD], max_tokens=4 * 24, **CALIBRATIONS[name])
-        (folder / f"{name} {case} {way} {rank}.json").write_text(repr(report))
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        backward(model, rank)
-        if rank == 0:
-            model.save_pretrained(folder / f"{name} {case} {way} calibrated", state_dict=state)
-
-
-def run_unharmed(folder: Path, rank: int) -> None:
-    unharmed = train(folder / "whole")
-    unharmed.train()
-    unharmed.save_model(folder / "whole")
-
-
-def run_killed(folder: Path, rank: int) -> None:
-    doomed = train(folder / "parts", save_strategy="steps", save_steps=SAVED)
-    doomed.add_callback(Die())
-    doomed.train()
-    raise SystemExit("rank 0 has finished a run whose other half is dead")
-
-
-def run_resumed(folder: Path, rank: int) -> None:
-    if rank == 0:
-        shutil.copytree(folder / "parts", folder / "resumed parts")
-    dist.barrier()
-    resumed = train(folder / "resumed parts", save_strategy="steps", save_steps=SAVED)
-    resumed.train(resume_from_checkpoint=str(folder / "resumed parts" / f"checkpoint-{SAVED}"))
-    resumed.save_model(folder / "resumed")
+def run_calibrated(folder: Path, rank: int) -> None:
+    """Each rank calibrates by itself, before DDP wraps its copy."""
+    model = made("shared")
+    report = calibrate(model, calibration_batches())
+    (folder / f"calibrated {rank}.json").write_text(repr(report))
+    wrapped = DistributedDataParallel(model)
+    loss = backward(wrapped, rank)
+    found = {**model.state_dict(), "loss": loss, "gradient": model.lm_head.weight.grad}
+    save_file(found, folder / f"calibrated {rank}.safetensors")
 
 
 TASKS: dict[str, Callable[[Path, int], None]] = {
     "sent": run_sent,
     **{case: partial(run_case, case) for case in CASES},
     "adapter": run_adapter,
-    **{name: partial(run_calibration, name) for name in CALIBRATIONS},
-    **{f"{name} {case}": partial(run_sharded_calibration, name, case) for name, case in SHARDED_CALIBRATIONS},
-    "unharmed": run_unharmed,
-    "killed": run_killed,
-    "resumed": run_resumed,
+    "calibrated": run_calibrated,
 }
-EXPECTED = {"killed": (1, -9)}
 
 
 def main(task: str, folder: str) -> None:

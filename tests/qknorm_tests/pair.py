@@ -43,8 +43,7 @@ def run_once(factory: pytest.TempPathFactory, name: str, run: Callable[[Path], N
 def run_pairs(script: str, folder: Path, tasks: Sequence[str]) -> None:
     """Call `main(task, folder)` of a script of this package as ranks 0 and 1, for one task after the other.
 
-    A pair that fails leaves a report for `of_task`, and the other tasks run. It fails unless its ranks end with the
-    exit codes in the script's `EXPECTED`, 0 and 0 by default.
+    A pair that fails leaves a report for `of_task`, and the other tasks run.
     """
     command = [sys.executable, "-m", "qknorm_tests.pair", script, str(folder), *tasks]
     path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
@@ -82,7 +81,7 @@ def of_task(folder: Path, task: str) -> Path:
     return folder
 
 
-def run_pair(main: Callable[[str, str], None], task: str, folder: str, expected: tuple[int, int]) -> None:
+def run_pair(main: Callable[[str, str], None], task: str, folder: str) -> None:
     fork = multiprocessing.get_context("fork")
     logs = [Path(folder, f"{task}.{rank}.log") for rank in range(2)]
     ranks = [fork.Process(target=run_rank, args=(rank, logs[rank], main, task, folder)) for rank in range(2)]
@@ -90,9 +89,9 @@ def run_pair(main: Callable[[str, str], None], task: str, folder: str, expected:
         rank.start()
     wait_for(ranks)
     codes = tuple(rank.exitcode for rank in ranks)
-    if codes != expected:
+    if any(codes):
         ends = [f"-- rank {rank}:\n{log.read_text(errors='replace')[-8000:]}" for rank, log in enumerate(logs)]
-        report = "\n".join([f"{task}: exit codes {codes}, expected {expected}", *ends])
+        report = "\n".join([f"{task}: exit codes {codes}", *ends])
         Path(folder, f"{task}.failed").write_text(report)
 
 
@@ -129,4 +128,4 @@ if __name__ == "__main__":
     script = importlib.import_module(f"qknorm_tests.{sys.argv[1]}")
     get_checkpoint_conversion_mapping("llama")  # transformers builds a table once, in half the time of a short task
     for name in sys.argv[3:]:
-        run_pair(script.main, name, sys.argv[2], getattr(script, "EXPECTED", {}).get(name, (0, 0)))
+        run_pair(script.main, name, sys.argv[2])

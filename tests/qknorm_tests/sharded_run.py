@@ -1,6 +1,6 @@
-"""One of two processes, started by pair.py: QuacK and QKClip, a falling knee, or MuonClip.
+"""One of two processes, started by pair.py: QuacK and QKClip, or a falling knee.
 
-Rank 0 writes the full weights of a run into the folder, as `<model type, knee or muon>-<way>.safetensors`.
+Rank 0 writes the full weights of a run into the folder, as `<model type or knee>-<way>.safetensors`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedModel
 
-from hf_qknorm import KneeSchedule, MuonClip, QKClip, QuacK, Scheme, patch_model, set_knee
+from hf_qknorm import KneeSchedule, QKClip, QuacK, Scheme, patch_model, set_knee
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.kneed import set_shapes
 from qknorm_tests.tiny import tiny_model
@@ -143,34 +143,6 @@ def knee_of_whole(rows: slice) -> nn.Module:
     return model
 
 
-def with_muon(model: Any, optimizer: MuonClip, rows: slice, seen: Callable[[Any], None] = bool) -> nn.Module:
-    """Train with so many tokens that no matrix has a gradient of low rank, whose noise Muon would enlarge."""
-    for step in range(STEPS):
-        tokens = torch.randint(3, 64, (8, 64), generator=torch.Generator().manual_seed(step))
-        own = tokens if rows == slice(None) else tokens.chunk(2)[rows.start]
-        model(input_ids=own, labels=own, use_cache=False).loss.backward()
-        optimizer.step()
-        seen(optimizer.clipped)
-        optimizer.zero_grad()
-    return model
-
-
-def muon(model: PreTrainedModel) -> MuonClip:
-    return MuonClip(model, TrainingArguments(learning_rate=0.02, weight_decay=0.1, use_cpu=True), threshold=3.0)
-
-
-def muon_by_ddp(rows: slice) -> nn.Module:
-    model = made("llama")
-    with_muon(DistributedDataParallel(model), muon(model), rows)
-    return model
-
-
-def muon_by_fsdp(rows: slice) -> nn.Module:
-    model = shard(made("llama"))
-    return with_muon(model, muon(model), rows)
-
-
-MUON = {"ddp": muon_by_ddp, "fsdp": muon_by_fsdp}
 WAYS = {"ddp": by_ddp, "fsdp": by_fsdp, "fsdp-resumed": by_fsdp_resumed}
 KNEES = {"ddp": knee_by_ddp, "fsdp": knee_by_fsdp}
 FSDP1 = {"pass": knee_after_pass, "whole": knee_of_whole}
@@ -178,7 +150,6 @@ FSDP1 = {"pass": knee_after_pass, "whole": knee_of_whole}
 RUNS: dict[str, dict[str, Callable[[slice], nn.Module]]] = {
     **{model_type: {way: partial(run, model_type) for way, run in WAYS.items()} for model_type in MODELS},
     "knee": KNEES,
-    "muon": MUON,
     "fsdp1": FSDP1,
 }
 

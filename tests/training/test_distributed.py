@@ -1,8 +1,7 @@
-"""Training and calibration in two processes (DDP, FSDP2) equal those in one, also after a killed worker."""
+"""Training in two processes (DDP, FSDP2) equals that in one."""
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +16,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
-from hf_qknorm import Calibration, QKClip, calibrate, patch_model, set_knee
-from hf_qknorm.files.names import REPORT, SINGLE
+from hf_qknorm import QKClip, calibrate, patch_model, set_knee
 from qknorm_tests.distributed_run import (
-    CALIBRATIONS,
     CASES,
-    KILLED,
-    SAVED,
-    SHARDED_CALIBRATIONS,
     SHARDED_WAYS,
     TASKS,
     WAYS,
@@ -102,7 +96,7 @@ def listed(model: Any) -> dict[str, list[float]]:
 
 def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
     """Also of a model that loads a sharded state dict."""
-    model = made("knee")
+    model = made("shared")
     expected = listed(model)
     mesh = init_device_mesh("cpu", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -110,7 +104,7 @@ def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     model(**make_batch("plain")).loss.backward()
     state = get_model_state_dict(model)
-    again = fully_shard(made("knee"), mesh=mesh, mp_policy=policy)
+    again = fully_shard(made("shared"), mesh=mesh, mp_policy=policy)
     set_shapes(again, 1.0)
     set_model_state_dict(again, state)
     assert len(expected) == 6
@@ -121,7 +115,7 @@ def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
 @torch.no_grad()
 def test_weights_that_a_forward_pass_gathered_are_not_changed_in_place_of_the_shards(process_group):
     """After it, FSDP2 keeps those of the root, until a backward pass."""
-    expected, model = made("knee"), fully_shard(made("knee"), mesh=init_device_mesh("cpu", (1,)))
+    expected, model = made("shared"), fully_shard(made("shared"), mesh=init_device_mesh("cpu", (1,)))
     model(**make_batch("plain"))
     for each in (expected, model):
         set_knee(each, 1.0)
@@ -132,7 +126,7 @@ def test_weights_that_a_forward_pass_gathered_are_not_changed_in_place_of_the_sh
 @pytest.mark.slow
 def test_a_model_of_the_meta_device_takes_the_knees_that_rank_0_sends(ran):
     found = load_file(ran("sent") / "sent.safetensors")
-    assert {name: knee.tolist() for name, knee in found.items()} == listed(made("knee"))
+    assert {name: knee.tolist() for name, knee in found.items()} == listed(made("shared"))
 
 
 def test_a_clip_changes_the_shards(process_group):
@@ -147,76 +141,19 @@ def test_a_clip_changes_the_shards(process_group):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["dealt", "same"])
-@pytest.mark.parametrize("name", CALIBRATIONS)
-def test_calibration_under_ddp_is_that_of_one_process(name, kind, ran):
+def test_ranks_that_calibrate_before_they_are_wrapped_end_alike(ran):
     model = made("shared")
-    report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
-    first, second = (load_file(ran(name) / f"{name} {kind} {rank}.safetensors") for rank in range(2))
-    losses = [found.pop("loss") for found in (first, second)]
-    average = first.pop("gradient"), second.pop("gradient")
-    for key, value in model.state_dict().items():
-        assert torch.equal(first[key], value), key
-        assert torch.equal(second[key], value), key
-    for rank in range(2):
-        assert (ran(name) / f"{name} {kind} {rank}.json").read_text() == repr(report)
-    loss = model(**make_batch("plain")).loss  # DDP still works
+    report = calibrate(model, calibration_batches())
+    found = [load_file(ran("calibrated") / f"calibrated {rank}.safetensors") for rank in range(2)]
+    losses, gradients = ([x.pop(name) for x in found] for name in ("loss", "gradient"))
+    for rank, state in enumerate(found):
+        assert (ran("calibrated") / f"calibrated {rank}.json").read_text() == repr(report)
+        assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
+    loss = model(**make_batch("plain")).loss
     loss.backward()
     torch.testing.assert_close(sum(losses) / 2, loss.detach(), rtol=1e-6, atol=0)
-    assert torch.equal(*average)
-    torch.testing.assert_close(average[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", SHARDED_WAYS)
-@pytest.mark.parametrize(("name", "case"), SHARDED_CALIBRATIONS)
-def test_calibration_of_a_sharded_model_is_that_of_one_process(name, case, way, ran):
-    model = made(case)
-    report = calibrate(model, calibration_batches(), max_tokens=4 * 24, **CALIBRATIONS[name])
-    results = ran(f"{name} {case}")
-    folder = results / f"{name} {case} {way} calibrated"
-    found = load_file(folder / SINGLE)
-    expected = model.state_dict()
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():  # a sharded matrix product may round differently
-        torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-6, msg=key)
-    assert listed(AutoModelForCausalLM.from_pretrained(folder)) == listed(model)
-    reports = [(results / f"{name} {case} {way} {rank}.json").read_text() for rank in range(2)]
-    assert reports[0] == reports[1]
-    assert repr(report.scheme) in reports[0]
-    written = Calibration.load(folder / REPORT)
-    assert written.scheme == report.scheme
-
-
-def test_calibrating_folded_biases_of_a_sharded_model_is_refused(process_group):
-    folded = patch_model(sharp_model("gpt2"), "qkv_norm")
-    model = fully_shard(folded, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(ValueError, match="sharded over several devices, .* pre_norm=False: calibrate it before"):
-        calibrate(model, calibration_batches())
-    partitioned = made("shared")
-    partitioned.lm_head.weight.ds_id = 0  # DeepSpeed's attribute under ZeRO-3
-    with pytest.raises(
-        ValueError, match="sharded by DeepSpeed or in several ways at once: calibrate it before sharding"
-    ):
-        calibrate(partitioned, calibration_batches())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    'self.args.device if self.args.world_size > 1 else "cpu"'
-    in inspect.getsource(Trainer._load_optimizer_and_scheduler),
-    reason='older transformers resume two processes on a CPU with map_location="cpu:0", which torch can\'t read',
-)
-def test_a_run_continues_from_its_last_checkpoint_after_a_worker_was_killed(ran):
-    assert [path.name for path in (ran("killed") / "parts").glob("checkpoint*")] == [f"checkpoint-{SAVED}"]
-    assert SAVED < KILLED
-    whole, again = (
-        AutoModelForCausalLM.from_pretrained(path) for path in (ran("unharmed") / "whole", ran("resumed") / "resumed")
-    )
-    assert_equal_weights(again, whole)
-    checkpoints = [ran("resumed") / "resumed parts" / f"checkpoint-{n}" for n in (6, 8)]
-    steps = [json.loads((path / "trainer_state.json").read_text()) for path in checkpoints]
-    assert [state["global_step"] for state in steps] == [6, 8]
+    assert torch.equal(*gradients)
+    torch.testing.assert_close(gradients[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))

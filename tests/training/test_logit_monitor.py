@@ -1,7 +1,8 @@
-"""LogitMonitor: its numbers, its steps, and a clean model between samples."""
+"""LogitMonitor: its numbers, its steps, its warnings, and a clean model between samples."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import ExitStack
 
 import pytest
@@ -11,6 +12,7 @@ from hf_qknorm import LogitMonitor, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
 from hf_qknorm.training.logit_log import LogitSample, read_log
+from qknorm_tests.covering import covering
 from qknorm_tests.tables import BATCHES, assert_identical, fingerprint, make_batch, randomise, sharp_model
 from qknorm_tests.tables import step as training_step
 from qknorm_tests.tiny import tiny_model
@@ -44,8 +46,7 @@ def seen_by(batch, window):
     return mask[:, None]
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "kind"), covering(FAMILIES, BATCHES, strength=1))
 def test_a_sample_equals_the_reference(family, kind):
     scheme = "soft_cap" if family == "qwen3" else "qk_norm_cap"
     model = randomise(patch_model(sharp_model(family), scheme))
@@ -95,18 +96,27 @@ def test_gradients_of_adapters_are_one_number():
 
 def test_a_bare_loop_samples_every_nth_step(tmp_path):
     model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
-    monitor = LogitMonitor(every=4, path=tmp_path / "new" / "log.jsonl")
-    for step in range(10):
-        with monitor.watch(model, step):
-            assert bool(hooks(model)) == (step % 4 == 0)
-            model(**batch).loss.backward()
-        assert not hooks(model)
-    assert [sample.step for sample in read_log(monitor.path)] == [0, 4, 8]
+    path = tmp_path / "new" / "log.jsonl"
+
+    def run(steps: range) -> LogitMonitor:
+        monitor = LogitMonitor(every=4, path=path)
+        for step in steps:
+            with monitor.watch(model, step):
+                assert bool(hooks(model)) == (step % 4 == 0)
+                model(**batch).loss.backward()
+            assert not hooks(model)
+        return monitor
+
+    monitor = run(range(10))
+    assert [sample.step for sample in read_log(path)] == [0, 4, 8]
     with pytest.raises(RuntimeError, match="stop"), monitor.watch(model, 12):  # noqa: PT012
         model(**batch)
         raise RuntimeError("stop")
     assert not hooks(model)
-    assert [sample.step for sample in read_log(monitor.path)] == [0, 4, 8]
+    assert run(range(8, 14)).file == path  # resumed
+    assert [sample.step for sample in read_log(path)] == [0, 4, 8, 12]
+    assert [sample.step for sample in read_log(run(range(5)).file)] == [0, 4]
+    assert [sample.step for sample in read_log(path)] == [0, 4, 8, 12]
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # renamed in v6
@@ -120,11 +130,8 @@ def test_other_passes_do_not_count(reentrant):
     model.zero_grad()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     with monitor.watch(model, 1):
-        model.eval()
-        model(**other)  # an evaluation, or a generation
-        model.train()
         with torch.no_grad():
-            model(**other)  # a generation of GRPO's trainer
+            model(**other)  # an evaluation, or a generation of GRPO's trainer
         model(**batch).loss.backward()
         with torch.no_grad():
             model(**other)  # the next micro-batch
@@ -228,3 +235,47 @@ def test_samples_cover_all_ranks(process_group, monkeypatch):
 def test_settings_are_checked(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LogitMonitor(**wrong)
+
+
+def test_warns_once_until_the_head_recovers(caplog):
+    model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
+    monitor = LogitMonitor(every=1)
+    first = patched_layers(model)["model.layers.0.self_attn"]
+    weight = first.q_proj.weight.data.clone()
+    warnings = []
+    for step, factor in enumerate((1, 200, 200, 1, 200)):
+        first.q_proj.weight.data[:16] = weight[:16] * factor  # head 0 alone
+        caplog.clear()
+        with caplog.at_level(logging.WARNING), monitor.watch(model, step):
+            model(**batch)
+        warnings.append([record.getMessage() for record in caplog.records])
+    assert [len(lines) for lines in warnings] == [0, 2, 0, 0, 2]
+    assert all("step 1: model.layers.0.self_attn, head 0: " in line for line in warnings[1])
+    assert "|logit| over 100" in warnings[1][0]
+    assert "entropy under" in warnings[1][1]
+    assert "10% of uniform attention's" in warnings[1][1]
+
+
+def test_heads_of_a_layer_share_a_line(caplog):
+    model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
+    weight = patched_layers(model)["model.layers.1.self_attn"].q_proj.weight.data
+    weight[:16] *= 200
+    weight[32:48] *= 400
+    monitor = LogitMonitor(every=1)
+    with caplog.at_level(logging.WARNING), monitor.watch(model, 1):
+        model(**batch)
+    layer = monitor.last.layers["model.layers.1.self_attn"]
+    numbers = f"|logit| up to {layer.max_logit[2]:.4g}, entropy down to {min(layer.entropy[0], layer.entropy[2]):.3g}"
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == f"step 1: model.layers.1.self_attn, heads 0, 2: |logit| over 100 ({numbers})"
+    assert second.startswith("step 1: model.layers.1.self_attn, heads 0, 2: entropy under ")
+
+
+def test_nan_logits_warn(caplog):
+    model = patch_model(sharp_model("llama"), "none")
+    model.model.layers[0].self_attn.q_proj.weight.data[:16] = float("inf")
+    monitor = LogitMonitor(every=1)
+    with caplog.at_level(logging.WARNING), monitor.watch(model, 3):
+        model(**make_batch("plain"))
+    assert "step 3: model.layers.0.self_attn, head 0: |logit| over 100" in caplog.text
+    assert monitor.last.worst()[:2] == ("model.layers.0.self_attn", 0)

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback
 
 from hf_qknorm import LogitMonitor, patch_model, unpatch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.training.logit_log import read_log
+from hf_qknorm.training.logit_log import LogitSample, read_log
 from qknorm_tests.short_runs import trainer
 from qknorm_tests.tables import sharp_model
 from qknorm_tests.watched import gradients_by_hand, hooks
@@ -43,13 +44,12 @@ def trained(folder, monitor, attach=True, **options):
     return run, looker
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2"])
-def test_a_model_with_its_own_norms_is_watched_unpatched(tmp_path, family):
+def test_a_model_with_its_own_norms_is_watched_unpatched(tmp_path):
     """It trains to the same weights as without the monitor, and its checkpoints are its own."""
     settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, "learning_rate": 0.1}
     weights = []
     for watched in (False, True):
-        model = sharp_model(family)
+        model = sharp_model("qwen3")
         run = trainer(model, tmp_path / str(watched), **settings)
         if watched:
             LogitMonitor(every=2, path=tmp_path / "log.jsonl").attach(run)
@@ -61,36 +61,45 @@ def test_a_model_with_its_own_norms_is_watched_unpatched(tmp_path, family):
     assert first.scalars()["attention/max_gain"] != last.scalars()["attention/max_gain"]
     assert [entry["step"] for entry in run.state.log_history if "attention/max_bound" in entry] == [2, 4]
     config = json.loads((tmp_path / "True" / "checkpoint-2" / "config.json").read_text())
-    assert config["model_type"] == family
+    assert config["model_type"] == "qwen3"
 
 
-class Heard(TrainerCallback):
-    """A logger, which runs before other callbacks."""
+class Printer(TrainerCallback):
+    """Hears what the Trainer logs, before other callbacks."""
 
     def __init__(self):
         self.logs = []
 
     def on_log(self, args, state, control, logs, **kwargs):
-        self.logs.append((state.global_step, logs))
+        self.logs += [(state.global_step, key) for key in logs if key.startswith("attention/")]
+
+
+class Logger(Printer, TensorBoardCallback):
+    """Hears what a logger of `report_to` does."""
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.tb_writer = None
 
 
 @pytest.mark.parametrize("attach", [True, False])
 def test_samples_reach_the_trainers_loggers(tmp_path, attach):
+    """The console and the history have three numbers of each; loggers have all, with `attach`."""
     monitor = LogitMonitor(every=3, path=tmp_path / "log.jsonl")
     run, looker = trained(tmp_path / "run", monitor, attach)
-    heard = Heard()
-    run.callback_handler.callbacks.insert(0, heard)
+    printer, heard = Printer(), Logger()
+    run.callback_handler.callbacks[:0] = [printer, heard]
     run.train()
     samples = read_log(monitor.path)
     assert [sample.step for sample in samples] == [3, 6, 9, 12]
     assert looker.within == [3, 6, 9, 12]
     assert not looker.left
     logged = [entry for entry in run.state.log_history if "attention/max_logit" in entry]
-    assert [entry["step"] for entry in logged] == [3, 6, 9, 12]
     for entry, sample in zip(logged, samples, strict=True):
-        expected = {**sample.scalars(), "step": sample.step, "epoch": entry["epoch"]}
-        assert entry == pytest.approx(expected, rel=1e-4)
-    assert [step for step, logs in heard.logs if "attention/max_logit" in logs] == ([3, 6, 9, 12] if attach else [])
+        assert entry == pytest.approx({**sample.summary(), "step": sample.step, "epoch": entry["epoch"]}, rel=1e-4)
+    kinds = (LogitSample.summary, LogitSample.scalars)
+    short, full = ([(sample.step, key) for sample in samples for key in numbers(sample)] for numbers in kinds)
+    assert sorted(printer.logs) == (sorted(short) if attach else [])
+    assert sorted(heard.logs) == (sorted(full) if attach else [])
     assert [entry["step"] for entry in run.state.log_history if "loss" in entry] == [3, 6, 9, 12]
     assert [entry["step"] for entry in run.state.log_history if "eval_loss" in entry] == [3, 6, 9, 12]
 
@@ -112,7 +121,8 @@ def test_the_trainers_gradients_are_the_optimizers(tmp_path):
         assert layer.grad_k == pytest.approx(k.tolist(), rel=1e-5)
 
 
-def test_a_resumed_run_continues_the_log(tmp_path):
+def test_a_resumed_run_continues_the_log_and_another_writes_beside_it(tmp_path, caplog):
+    """Also a second run by one monitor, as the trials of a search are."""
     whole = LogitMonitor(every=3, path=tmp_path / "whole.jsonl")
     trained(tmp_path / "whole", whole)[0].train()
     parts = tmp_path / "parts.jsonl"
@@ -120,11 +130,19 @@ def test_a_resumed_run_continues_the_log(tmp_path):
     with parts.open("a") as file:
         file.write('{"format":1,"st')  # from a killed run
     run, _ = trained(tmp_path / "parts", LogitMonitor(every=3, path=parts))
+    assert not caplog.records
     run.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-5"))
-    assert parts.read_text() == whole.path.read_text()
+    assert read_log(parts) == read_log(whole.path)
     before = parts.read_text()
-    with pytest.raises(FileExistsError, match="holds samples of another run, from step 3 on"):
-        trained(tmp_path / "new", LogitMonitor(every=3, path=parts))[0].train()
+    monitor = LogitMonitor(every=3, path=parts)
+    run, _ = trained(tmp_path / "new", monitor, max_steps=3)
+    for number in (2, 3):
+        caplog.clear()
+        run.train()
+        assert [record.getMessage() for record in caplog.records if "LogitMonitor" in record.getMessage()] == [
+            f"LogitMonitor: {parts} has samples of another run, and this run's go to {tmp_path}/parts-{number}.jsonl"
+        ]
+        assert [sample.step for sample in read_log(monitor.file)] == [3]
     assert parts.read_text() == before
 
 
@@ -140,27 +158,13 @@ class Fails(TrainerCallback):
             raise error
 
 
-def test_a_run_that_starts_again_with_smaller_batches_starts_its_log_again(tmp_path):
-    logs = []
-    for error in (None, RuntimeError("DefaultCPUAllocator: can't allocate memory")):
-        monitor = LogitMonitor(every=2, path=tmp_path / f"{error is None}.jsonl")
-        run, _ = trained(tmp_path / "run", monitor, auto_find_batch_size=True, max_steps=6, save_strategy="no")
-        run.add_callback(Fails(4, error))
-        run.train()
-        logs.append([sample.step for sample in read_log(monitor.path)])
-    assert logs == [[2, 4, 6]] * 2
-
-
-def test_a_new_run_after_an_error_leaves_the_log_of_the_other(tmp_path):
+def test_a_run_that_starts_again_with_smaller_batches_has_a_log_of_its_own(tmp_path):
     monitor = LogitMonitor(every=2, path=tmp_path / "log.jsonl")
     run, _ = trained(tmp_path / "run", monitor, auto_find_batch_size=True, max_steps=6, save_strategy="no")
-    run.add_callback(Fails(4, KeyboardInterrupt()))
-    with pytest.raises(KeyboardInterrupt):
-        run.train()
-    before = monitor.path.read_text()
-    with pytest.raises(FileExistsError, match="holds samples of another run, from step 2 on"):
-        run.train()
-    assert monitor.path.read_text() == before
+    run.add_callback(Fails(4, RuntimeError("DefaultCPUAllocator: can't allocate memory")))
+    run.train()
+    steps = [[sample.step for sample in read_log(path)] for path in (monitor.path, monitor.file)]
+    assert steps == [[2, 4], [2, 4, 6]]
 
 
 def test_a_model_is_watched_after_an_error_until_the_monitor_is_closed(tmp_path):

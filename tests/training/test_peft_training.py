@@ -20,7 +20,7 @@ from qknorm_tests.tables import assert_near, make_batch, sharp_model
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
 WIDE = {"intermediate_size": 128}  # a multiple of the blocks of 4-bit weights
-KINDS: dict[str, dict[str, Any]] = {"LoRA": {}, "DoRA": {"use_dora": True}, "QLoRA": {}}
+KINDS: dict[str, dict[str, Any]] = {"DoRA": {"use_dora": True}, "QLoRA": {}}
 FRESH = """
 import sys, torch
 from peft import AutoPeftModelForCausalLM

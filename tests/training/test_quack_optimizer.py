@@ -114,7 +114,6 @@ def test_refusals():
 
 SETTINGS = {
     "adamw": {"learning_rate": 3e-2, "adam_beta2": 0.9, "weight_decay": 0.1, "lr_scheduler_type": "cosine"},
-    "defaults": {},
     "sgd": {"optim": "sgd", "learning_rate": 0.5, "warmup_steps": 2},
 }
 
@@ -182,34 +181,3 @@ def test_a_state_without_initial_norms_measures_them_anew():
     train(model, optimizer, steps=1)
     train(other, continued, steps=1)
     assert_same(model, other)
-
-
-def test_a_state_of_0_1_0_goes_on_at_its_rates():
-    """Its initial norms are those of weights alone, under other names."""
-    model = sharp_model("qwen2")
-    optimizer = QuacK(OPTIMISERS["adamw"](model.parameters()), model)
-    projections = [part.projection for parts in optimizer.layers.values() for part in parts.values()]
-    norms = [[p.weight.detach().view(-1, 16, 64).norm(dim=(1, 2)) for p in projections]]
-    train(model, optimizer, steps=2)
-    norms.append([p.weight.detach().view(-1, 16, 64).norm(dim=(1, 2)) for p in projections])
-    state = copy.deepcopy(optimizer.optimizer.state_dict())
-    indices = {id(p): n for n, p in enumerate(model.parameters())}
-    for projection, name, norm in zip(projections, "qkqk", norms[0], strict=True):
-        state["state"][indices[id(projection.weight)]][f"quack_{name}"] = norm
-    resumed = QuacK(OPTIMISERS["adamw"](model.parameters()), model, tau=0.5)
-    resumed.load_state_dict(state)
-    assert all(not str(key).startswith("quack") for entry in resumed.state.values() for key in entry)
-    unchanged = resumed.state_dict()["state"][indices[id(projections[0].weight)]]  # before a step
-    assert torch.equal(unchanged["quack_q"], norms[0][0])
-    scales = {id(p): scale for p, scale in resumed._scales()}
-    for place, (projection, now) in enumerate(zip(projections, norms[1], strict=True)):
-        other = place + 1 if place % 2 == 0 else place - 1
-        ratio = norms[0][other] / norms[1][other]
-        if place % 2:  # keys, by the largest of two queries
-            ratio = norms[0][other].view(2, 2).amax(1) / norms[1][other].view(2, 2).amax(1)
-        expected = 0.5 * ratio.repeat_interleave(16 * len(now) // len(ratio))
-        for p in (projection.weight, projection.bias):
-            torch.testing.assert_close(scales[id(p)].flatten(), expected)
-    assert max(float((a / b - 1).abs().max()) for a, b in zip(*norms, strict=True)) > 0.1
-    (name,) = (n for n in resumed.state_dict()["state"][indices[id(projections[0].weight)]] if "quack" in str(n))
-    assert name == "quack_rate_q"

@@ -54,7 +54,7 @@ def test_a_trained_removal_ends_in_a_plain_llama(tmp_path):
     assert_near(logits(loaded.eval()), before, 2e-6)
 
 
-def test_the_users_attention_backend_stays(tmp_path):
+def test_the_users_attention_backend_stays(tmp_path, caplog):
     model = kneed()
     set_knee(model, math.inf)
     model.save_pretrained(tmp_path)
@@ -63,7 +63,9 @@ def test_the_users_attention_backend_stays(tmp_path):
     capped = patch_model(sharp_model("llama"), BELT, attn_implementation="hf_qknorm_eager")
     calibrate(capped, TEXT, knee=4.0)
     set_knee(capped, math.inf)
+    assert "unpatch_model" not in caplog.text
     assert remove_norms(capped).config._attn_implementation == "hf_qknorm_eager"
+    assert caplog.text.count("the cap of 5 stays, with the model patched: unpatch_model(model) takes it off") == 1
     assert unpatch_model(capped).config._attn_implementation == "sdpa"
 
 

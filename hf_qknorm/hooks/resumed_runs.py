@@ -1,0 +1,59 @@
+"""The check that a run is resumed with the scheme of its checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.scheme import Scheme
+
+logger = logging.getLogger(__name__)
+
+
+def check_resumed(
+    train: Callable[..., Any], trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Train by Trainer's `train`, and refuse to resume a checkpoint whose config.json has another scheme.
+
+    Another cap alone is a warning. The checkpoint of an adapter has no config.json, and is not checked.
+    """
+    if resume_from_checkpoint:
+        from transformers.trainer_utils import get_last_checkpoint
+
+        last = resume_from_checkpoint is True
+        checkpoint = get_last_checkpoint(trainer.args.output_dir) if last else resume_from_checkpoint
+        if checkpoint is not None and Path(checkpoint, "config.json").exists():
+            _check_scheme(trainer, Path(checkpoint))
+    return train(trainer, resume_from_checkpoint, *args, **kwargs)
+
+
+def _check_scheme(trainer: Any, checkpoint: Path) -> None:
+    from hf_qknorm.model.attention import patched_layers
+
+    own = {layer.scheme for layer in patched_layers(trainer.model).values() if not layer.scheme.changes_nothing}
+    stored = {scheme for scheme in _schemes(read_json(checkpoint / "config.json")) if not scheme.changes_nothing}
+    if own == stored:
+        return
+    named, found = ("; ".join(sorted(map(str, schemes))) or "no scheme" for schemes in (stored, own))
+    text = f"{checkpoint} was trained with {named}, and the model that resumes from it has {found}"
+    if own and {replace(x, softcap=None) for x in own} == {replace(x, softcap=None) for x in stored}:
+        if trainer.is_world_process_zero():
+            logger.warning(f"{text}: the run goes on with another cap")
+        return
+    raise ValueError(
+        f"{text}: patch the model as the checkpoint was, or give the model that AutoModelForCausalLM.from_pretrained "
+        "loads from it. To go on with another scheme, start a new run from the checkpoint's weights"
+    )
+
+
+def _schemes(config: Any) -> Iterator[Scheme]:
+    """Yield the schemes in a config, and in the configs of the models inside."""
+    if isinstance(config, dict):
+        if config.get("qk_norm") is not None:
+            yield Scheme.stored(config["qk_norm"])
+        for value in config.values():
+            yield from _schemes(value)

@@ -1,0 +1,46 @@
+"""Checks before weights are changed in place: that the optimiser keeps the change, and that no weight gets it twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+COPIED = ("_hp_mapping", "ds_id")  # DeepSpeed's attributes of parameters: ZeRO-1 and 2, ZeRO-3
+
+
+def check_not_copied(model: nn.Module, change: str) -> None:
+    """Raise ValueError, with what makes the `change`, for a model whose weights DeepSpeed's optimiser copies.
+
+    It steps its copies and writes them over the model's weights.
+    """
+    for name, parameter in model.named_parameters():
+        if any(hasattr(parameter, attribute) for attribute in COPIED):
+            raise ValueError(
+                f"{change} changes weights in place, and DeepSpeed has copies of them ({name}), which its next step "
+                "writes over the change: do it before DeepSpeed takes the model, or save the model and load the "
+                "checkpoint in a process without DeepSpeed; train with DDP or FSDP2 where the change is made in every "
+                "step"
+            )
+
+
+def check_unshared(model: nn.Module, parameters: Iterable[Tensor], change: str) -> None:
+    """Raise ValueError, with what makes the `change`, if the model holds one of the parameters in two places.
+
+    The places share a tensor, as tied weights and the layers of Zamba do, or its memory.
+    """
+    changed = {_memory(parameter) for parameter in parameters}
+    places: dict[object, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (memory := _memory(parameter)) in changed and (other := places.setdefault(memory, name)) != name:
+            raise ValueError(
+                f"{other} and {name} share weights: {change} would change both, or one of them twice. Give each its "
+                "own weights before"
+            )
+
+
+def _memory(parameter: Tensor) -> object:
+    """What equals that of another parameter exactly if both have the same memory."""
+    has_address = not isinstance(parameter, DTensor) and not parameter.is_meta and parameter.numel()
+    return parameter.data_ptr() if has_address else parameter

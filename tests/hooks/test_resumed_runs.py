@@ -1,0 +1,50 @@
+"""A run is resumed with the scheme of its checkpoint, or not without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_qknorm import Scheme, patch_model
+from qknorm_tests.short_runs import trainer
+from qknorm_tests.tiny import tiny_model
+
+RMS, LAYER = Scheme(q="rms", k="rms"), Scheme(q="layer", k="layer", bias=False)  # of the same tensors
+SETTINGS = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+
+
+def run(scheme: Scheme | None, folder: Path, resume: str | bool | None = None) -> Any:
+    model = tiny_model("llama")
+    made = trainer(model if scheme is None else patch_model(model, scheme), folder, **SETTINGS)
+    made.train(resume_from_checkpoint=resume)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "stored", "own"),
+    [
+        (RMS, LAYER, "q=rms, k=rms", "q=layer, k=layer, bias=False"),
+        (Scheme(softcap=50.0), None, "softcap=50.0", "no scheme"),
+        (None, Scheme(softcap=50.0), "no scheme", "softcap=50.0"),
+    ],
+)
+def test_another_scheme_is_refused(before, after, stored, own, tmp_path):
+    run(before, tmp_path)
+    with pytest.raises(ValueError, match=f"checkpoint-1 was trained with {stored}, and the model .* has {own}: patch"):
+        run(after, tmp_path, str(tmp_path / "checkpoint-1"))
+    with pytest.raises(ValueError, match="checkpoint-2 was trained with"):
+        run(after, tmp_path, True)
+
+
+@pytest.mark.parametrize(("scheme", "words"), [(RMS, 0), (Scheme(q="rms", k="rms", softcap=9.0), 1)])
+def test_another_cap_is_a_warning(scheme, words, tmp_path, caplog):
+    run(RMS, tmp_path)
+    assert run(scheme, tmp_path, str(tmp_path / "checkpoint-1")).state.global_step == 2
+    assert caplog.text.count("q=rms, k=rms, softcap=9.0: the run goes on with another cap") == words
+
+
+def test_a_model_without_a_scheme_resumes(tmp_path):
+    run(None, tmp_path)
+    assert run(Scheme(), tmp_path, str(tmp_path / "checkpoint-1")).state.global_step == 2

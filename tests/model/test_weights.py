@@ -1,0 +1,113 @@
+"""Tools that write weights refuse shared ones, and those that DeepSpeed's optimiser writes over."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import nn
+
+from hf_qknorm import QKClip, calibrate, patch_model, remove_norms, set_knee
+from qknorm_tests.kneed import kneed, knees_of
+from qknorm_tests.tables import fingerprint, make_batch, sharp_model
+
+LLAMA = {"num_key_value_heads": 4, "attention_bias": True}
+
+
+def opened(model: Any) -> Any:
+    """A model with norms that can be folded."""
+    batches = [make_batch(kind, labels=False) for kind in ("none", "plain")]
+    calibrate(patch_model(model, "qk_norm"), batches, knee=4.0)
+    set_knee(model, math.inf)
+    return model
+
+
+# By name in the message: what the tool is given, and its call.
+TOOLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "QKClip": (lambda model: patch_model(model, "none"), QKClip),
+    "folding the norms": (opened, remove_norms),
+    "pre_norm=False": (lambda model: model, lambda model: patch_model(model, "qkv_norm")),
+}
+
+
+def tie_sides(first: Any, last: Any) -> None:
+    first.k_proj.weight = first.q_proj.weight
+
+
+def tie_layers(first: Any, last: Any) -> None:
+    last.q_proj.bias = first.q_proj.bias
+
+
+def tie_memory(first: Any, last: Any) -> None:
+    last.k_proj.weight = nn.Parameter(first.k_proj.weight.data)
+
+
+def tie_values(first: Any, last: Any) -> None:
+    first.v_proj.weight = first.k_proj.weight
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("tie", "names"),
+    [
+        (tie_sides, r"0\.self_attn\.q_proj\.weight and \S+0\.self_attn\.k_proj\.weight"),
+        (tie_layers, r"0\.self_attn\.q_proj\.bias and \S+1\.self_attn\.q_proj\.bias"),
+        (tie_memory, r"0\.self_attn\.k_proj\.weight and \S+1\.self_attn\.k_proj\.weight"),
+        (tie_values, r"0\.self_attn\.k_proj\.weight and \S+0\.self_attn\.v_proj\.weight"),
+    ],
+)
+def test_shared_weights_are_refused_by_name(tool, tie, names):
+    """A change would act on both places, or twice on one."""
+    prepare, change = TOOLS[tool]
+    model = prepare(sharp_model("llama", **LLAMA))
+    first, last = (layer.self_attn for layer in model.model.layers)
+    tie(first, last)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=rf"{names} share weights: {tool}"):
+        change(model)
+    assert fingerprint(model) == before
+
+
+@pytest.mark.parametrize("attribute", ["_hp_mapping", "ds_id"])
+@pytest.mark.parametrize("tool", TOOLS)
+def test_weights_that_deepspeed_copies_are_refused(tool, attribute):
+    """ZeRO-1 and 2 set the first attribute, on every parameter, and ZeRO-3 the second."""
+    prepare, change = TOOLS[tool]
+    model = prepare(sharp_model("llama"))
+    for parameter in model.parameters():
+        setattr(parameter, attribute, None)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=rf"{tool}.* DeepSpeed has copies of them \(model\.embed_tokens\.weight\)"):
+        change(model)
+    assert fingerprint(model) == before
+
+
+def test_a_calibration_under_deepspeed_is_refused():
+    model = kneed()
+    model.lm_head.weight.ds_id = 0
+    with pytest.raises(ValueError, match=r"calibrate changes weights in place, .* \(lm_head\.weight\)"):
+        calibrate(model, [make_batch("none", labels=False)])
+
+
+def test_a_clip_that_was_made_before_deepspeed_is_refused_in_a_step():
+    model = patch_model(sharp_model("llama"), "none")
+    clip = QKClip(model, threshold=1e-3)
+    model(**make_batch("plain"))
+    for parameter in model.parameters():
+        parameter._hp_mapping = None
+    with pytest.raises(ValueError, match="QKClip changes weights in place, and DeepSpeed has copies"):
+        clip.step()
+
+
+def test_a_knee_moves_under_deepspeed():
+    """It is a buffer, which no optimiser holds."""
+    model, other = kneed(), kneed()
+    for parameter in model.parameters():
+        parameter._hp_mapping = None
+    weights = [parameter.clone() for parameter in model.parameters()]
+    for each in (model, other):
+        set_knee(each, 1.0)
+    assert all((a == b).all() for a, b in zip(model.parameters(), weights, strict=True))
+    assert all((knee == knees_of(other)[name]).all() for name, knee in knees_of(model).items())
