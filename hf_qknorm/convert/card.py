@@ -17,9 +17,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_qknorm.attend.functions import CAP_BACKENDS
 from hf_qknorm.checkpoint import read_config
 from hf_qknorm.convert import papers
-from hf_qknorm.export.targets import find_target
 from hf_qknorm.families import CAPPED, FAMILIES
 from hf_qknorm.families.class_names import PREFIX, classes_of
+from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_optional_repo_id
@@ -258,13 +258,13 @@ def _context(folder: Path, config: Any, report: Calibration | None) -> dict[str,
 
 def _native(config: Any, report: Calibration | None) -> str | None:
     """The model type of transformers that computes the same, if any."""
-    if report is not None and (report.sharpness > 1 or report.shown_knee == "∞"):
+    sharp = report is not None and (report.sharpness > 1 or report.shown_knee == "∞")
+    if sharp or auto_class(config) != "AutoModelForCausalLM":
         return None
     try:
-        found = find_target(config).model_type
+        return counterpart(config)
     except ValueError:
         return None
-    return found if found == config.base_model_type or auto_class(config) == "AutoModelForCausalLM" else None
 
 
 def _must_keep_card(folder: Path) -> bool:
