@@ -19,8 +19,7 @@ from hf_qknorm.checkpoint import copy_files, load_model, open_source, quiet_tran
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.families.counterparts import counterpart, settings
 from hf_qknorm.files.atomic_io import new_folder
-from hf_qknorm.files.destinations import check_folder
-from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.paths import check_folder, user_path
 from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.predictions import loss_of, require_causal
 from hf_qknorm.measure.text import batches_for, check_batches, check_text
