@@ -36,7 +36,7 @@ _LATE = {
     "inspection.inspect": ("inspect_model",),
     "inspection.report": ("Inspection",),
     "families": ("FAMILIES",),
-    "export.native": ("NativeExport", "export_native"),
+    "convert.export": ("export_native",),
     "convert.push": ("push_to_hub",),
     "model.adapters": ("peft_modules_to_save",),
     "model.knees": ("set_knee",),
@@ -53,8 +53,8 @@ _LATE = {
 if TYPE_CHECKING:
     from hf_qknorm.calibration.calibrate import calibrate
     from hf_qknorm.convert.convert import convert_checkpoint
+    from hf_qknorm.convert.export import export_native
     from hf_qknorm.convert.push import push_to_hub
-    from hf_qknorm.export.native import NativeExport, export_native
     from hf_qknorm.families import FAMILIES
     from hf_qknorm.inspection.inspect import inspect_model
     from hf_qknorm.inspection.report import Inspection
@@ -80,7 +80,7 @@ else:
 
 __all__ = [
     "FAMILIES", "SCHEMES", "Calibration", "Inspection", "KneeSchedule", "LogitMonitor", "LogitStatistics",
-    "NativeExport", "QKClip", "QuacK", "Scheme", "__version__", "add_standalone", "calibrate", "convert_checkpoint",
+    "QKClip", "QuacK", "Scheme", "__version__", "add_standalone", "calibrate", "convert_checkpoint",
     "export_native", "inspect_model", "logit_statistics", "patch_model", "peft_modules_to_save", "push_to_hub",
     "remove_norms", "set_knee", "unpatch_model",
 ]  # fmt: skip

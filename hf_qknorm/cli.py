@@ -160,14 +160,10 @@ def export(
     It computes the same. With --data norms that still act are taken off, and the loss is measured before and after.
     """
     from hf_qknorm import export_native
-    from hf_qknorm.convert.remeasure import export_measured
 
-    _check_needed(data, length=length, max_loss_increase=max_loss_increase)
-    if data is None:
-        echo(export_native(source, destination, overwrite=overwrite))
-    else:
-        measured: dict[str, Any] = {"tokens": max_tokens, "length": length, "max_loss_increase": max_loss_increase}
-        echo(export_measured(source, destination, data, overwrite=overwrite, **measured))
+    options: dict[str, Any] = {"length": length, "max_loss_increase": max_loss_increase}
+    _check_needed(data, **options)
+    echo(export_native(source, destination, data=data, max_tokens=max_tokens, overwrite=overwrite, **options))
 
 
 @command()

@@ -27,10 +27,9 @@ from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source, quiet
 from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import new_folder
-from hf_qknorm.files.destinations import check_folder
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.names import other_files
-from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.paths import check_folder, user_path
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.predictions import require_causal

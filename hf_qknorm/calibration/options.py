@@ -6,8 +6,7 @@ import math
 from typing import Any, Final, Literal
 
 from hf_qknorm.calibration.knees import EXPORT_KNEE, SHARPNESS
-from hf_qknorm.export.targets import find_target
-from hf_qknorm.export.transforms import own_eps
+from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.scheme import Scheme
 
@@ -64,5 +63,5 @@ def resolve_sharpness(sharpness: float | None, knee: Knee, exportable: bool) -> 
 
 def exported_eps(config: Any) -> float:
     """The eps of a patched model's native counterpart. Raises ValueError if there is none."""
-    find_target(config)
-    return own_eps(config)
+    counterpart(config)
+    return float(config.rms_norm_eps)

@@ -17,12 +17,12 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from hf_qknorm.attend.functions import CAP_BACKENDS
 from hf_qknorm.checkpoint import read_config
 from hf_qknorm.convert import papers
-from hf_qknorm.export.targets import find_target
 from hf_qknorm.families import family_of_type
 from hf_qknorm.families.class_names import PREFIX, classes_of
+from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
-from hf_qknorm.files.hub_names import check_optional_repo_id
+from hf_qknorm.files.hub_names import check_repo_id
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure.predictions import predictions_of
@@ -55,7 +55,8 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None, b
     Raises FileNotFoundError for a folder without a config; ValueError, naming the file, for a model that is not
     patched, an invalid report, and a report of another scheme.
     """
-    check_optional_repo_id(repo_id, "repo_id")
+    if repo_id is not None:
+        check_repo_id(repo_id, "repo_id")
     path = user_path(folder, "the checkpoint")
     config = read_config(path)
     if not isinstance(config, QKNormConfig):
@@ -160,7 +161,7 @@ def _inherited(path: Path) -> dict[str, Any]:
         known = len(lines) <= ENTRIES and all(map(_is_line, lines))
         try:
             for line in lines if known and key == "base_model" else ():
-                check_optional_repo_id(line, key)
+                check_repo_id(line, key)
         except ValueError:
             known = False
         if known:
@@ -258,13 +259,13 @@ def _context(folder: Path, config: Any, report: Calibration | None) -> dict[str,
 
 def _native(config: Any, report: Calibration | None) -> str | None:
     """The model type of transformers that computes the same, if any."""
-    if report is not None and (report.sharpness > 1 or report.shown_knee == "∞"):
+    sharp = report is not None and (report.sharpness > 1 or report.shown_knee == "∞")
+    if sharp or auto_class(config) != "AutoModelForCausalLM":
         return None
     try:
-        found = find_target(config).model_type
+        return counterpart(config)
     except ValueError:
         return None
-    return found if found == config.base_model_type or auto_class(config) == "AutoModelForCausalLM" else None
 
 
 def _must_keep_card(folder: Path) -> bool:

@@ -28,11 +28,10 @@ from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import FAMILIES, check_scheme
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import new_folder
-from hf_qknorm.files.destinations import check_folder
 from hf_qknorm.files.formatting import format_bytes
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import CONFIG, REPORT, check_inside, other_files, weight_files
-from hf_qknorm.files.paths import check_space, user_path
+from hf_qknorm.files.paths import check_folder, check_space, user_path
 from hf_qknorm.measure.distributed import Batches
 from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import as_batches, check_batches, check_text, sequence_length
@@ -118,7 +117,7 @@ def convert_checkpoint(
             _batches(source, data, length, TRIED_TOKENS)
         print(plan)  # noqa: T201
         return None
-    check_space(destination, size, str(destination))
+    check_space(destination, size)
     max_tokens = max_tokens or MAX_TOKENS
     batches = None if data is None else _batches(source, data, length, max_tokens)
     with new_folder(destination, check) as folder:

@@ -1,26 +1,22 @@
-"""New measurements of a checkpoint: its report, for example after training, and what an export without norms costs."""
+"""New measurements of a patched model, for example after training, in place of those of its conversion."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 
 from hf_qknorm.checkpoint import open_source
 from hf_qknorm.convert.card import has_tokenizer
-from hf_qknorm.export.native import NativeExport, export_native
-from hf_qknorm.files.destinations import check_folder
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import REPORT
-from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure import text
-from hf_qknorm.measure.distributed import Batches, gather_batches, ranks_of, unwrap
+from hf_qknorm.measure.distributed import gather_batches, ranks_of, unwrap
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
-from hf_qknorm.measure.predictions import evaluate, layer_reports, loss_of, require_causal
+from hf_qknorm.measure.predictions import evaluate, layer_reports, require_causal
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
@@ -59,7 +55,7 @@ def remeasure(
         found = evaluate(bare, batches, cap, ranks, compared=False)
     finally:
         bare.train(training)
-    tokens = _count(batches)
+    tokens = sum(batch["input_ids"].numel() for batch in batches)
     report = Calibration(
         method=MEASURED,
         tokens=tokens,
@@ -100,65 +96,3 @@ def remeasure_checkpoint(folder: Path, texts: str, *, tokens: int = 16_384, leng
         report = replace(remeasure(model, batches, max_tokens=tokens), dataset=hub_name(texts))
     report.save(folder / REPORT)
     return report
-
-
-class MeasuredExport(NamedTuple):
-    """An export without norms, and the losses in nats per token of the checkpoint and of the export."""
-
-    export: NativeExport
-    before: float
-    after: float
-    tokens: int
-
-    def __str__(self) -> str:
-        change = f"{self.before:.4f} → {self.after:.4f} ({self.after - self.before:+.4f} nats per token)"
-        return f"{self.export}\nloss {change} on {self.tokens:,} tokens"
-
-
-def export_measured(
-    src: str | os.PathLike[str],
-    dst: str | os.PathLike[str],
-    texts: str,
-    *,
-    max_loss_increase: float | None = None,
-    tokens: int = 16_384,
-    length: int | None = None,
-    overwrite: bool = False,
-) -> MeasuredExport:
-    """Export a patched checkpoint as `export_native` does, its norms replaced by constant factors if they still act.
-
-    Both models are loaded, one after the other, and their losses measured on the first `tokens` tokens of `texts` (a
-    source for `load_text`), in sequences of `length` tokens. Sharp norms, opened in training, cost little
-    (recipes/results/removal.md).
-
-    Raises ValueError, with nothing written, if the loss rises by more than `max_loss_increase` nats per token (None
-    means no limit), and what `export_native` raises.
-    """
-    text.check_text(texts)
-    folder, destination = user_path(src, "src"), user_path(dst, "dst")
-    check_folder(destination, overwrite=overwrite, sources=[folder])
-    before, count = _loss(folder, texts, tokens, length)
-    losses: list[float] = []
-
-    def check(folder: Path) -> None:
-        losses.append(_loss(folder, texts, tokens, length)[0])
-        rise = losses[0] - before
-        if max_loss_increase is not None and not rise <= max_loss_increase:
-            raise ValueError(
-                f"{src} is not exported: without its norms the loss goes from {before:.4f} to {losses[0]:.4f} "
-                f"({rise:+.4f} nats per token), more than --max-loss-increase {max_loss_increase:g}. Open the knee in "
-                "training (KneeSchedule(target=math.inf)), or raise the limit"
-            )
-
-    export = export_native(src, dst, overwrite=overwrite, end_norms=True, check_result=check)
-    return MeasuredExport(export, before, losses[0], count)
-
-
-def _loss(folder: Path, texts: str, tokens: int, length: int | None) -> tuple[float, int]:
-    """The loss of a checkpoint's model on a text, and the number of its tokens."""
-    with loaded_with_text(open_source(folder), texts, tokens, length) as (model, batches):
-        return loss_of(model, batches), _count(batches)
-
-
-def _count(batches: Batches) -> int:
-    return sum(batch["input_ids"].numel() for batch in batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from pathlib import Path
 
 CONFIG = "config.json"
@@ -24,10 +24,12 @@ PLOT = "qk_norm_logits.png"
 CODE_FILE = "modeling_qknorm.py"
 GENERATED = (CONFIG, REPORT, KEPT_CARD, CODE_FILE, PLOT)  # by this package, for one checkpoint alone
 
-_SIDE_FILES = (
+# Beside the weights: of this package, tokenizers, processors, templates and licences; no index of weights.
+_PATTERNS = (
     *GENERATED, CARD, *TOKENIZER_FILES, "*_config.json", "chat_template.json", "*.jinja", "*.model", "*.spm",
     "*.tiktoken", "tokenizer*",
 )  # fmt: skip
+SIDE_FILE = re.compile(rf"(?!\.)({'|'.join(map(translate, _PATTERNS))}|(?i:{LICENCE.pattern}))")
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -35,8 +37,8 @@ def side_files(folder: Path) -> list[Path]:
 
     Raises ValueError for a link out of the folder: a copy could publish a private file.
     """
-    paths = [path for path in sorted(folder.iterdir()) if _is_side_file(path.name) and path.is_file()]
-    paths += sorted(path for path in (folder / TEMPLATES).glob("*.jinja") if path.is_file())
+    found = [path for path in sorted(folder.iterdir()) if SIDE_FILE.fullmatch(path.name)]
+    paths = [path for path in [*found, *sorted((folder / TEMPLATES).glob("*.jinja"))] if path.is_file()]
     for path in paths:
         check_inside(folder, path)
     return [path.relative_to(folder) for path in paths]
@@ -63,8 +65,3 @@ def check_inside(folder: Path, path: Path) -> None:
         roots.append(roots[0].parent.parent / "blobs")
     if not any(real.is_relative_to(root) for root in roots):
         raise ValueError(f"{path} is a link to {real}, outside the folder: put the file itself there")
-
-
-def _is_side_file(name: str) -> bool:
-    shown = not name.startswith(".") and name != INDEX
-    return shown and bool(LICENCE.fullmatch(name) or any(fnmatchcase(name, each) for each in _SIDE_FILES))

@@ -1,12 +1,17 @@
-"""Paths that users give: expanded, and checked for permission and disk space before any work starts."""
+"""Paths that users give, and the guard of destinations: checked before any work starts."""
 
 from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from hf_qknorm.files.formatting import format_bytes, shorten
+from hf_qknorm.files.names import CONFIG, other_files
+
+SHOWN = 3  # names in an error
 
 
 def user_path(name: str | os.PathLike[str], argument: str) -> Path:
@@ -15,14 +20,10 @@ def user_path(name: str | os.PathLike[str], argument: str) -> Path:
     `..` is resolved after links, as the system does: `link/../out` is beside the folder that `link` points to.
     """
     if not os.fspath(name):
-        raise ValueError(
-            f"{argument} is empty, which would mean the working directory: give the name of a folder or file"
-        )
+        raise ValueError(f"{argument} is empty, which would mean the working directory: give a folder or a file")
     path = Path(os.path.expanduser(name))
     if path.parts[:1] and path.parts[0].startswith("~"):
-        raise ValueError(
-            f"{argument} is {shorten(os.fspath(name))}, and there is no such user: write ./{path} for that name itself"
-        )
+        raise ValueError(f"{argument} is {shorten(os.fspath(name))}, and there is no such user: write ./{path} for it")
     if ".." not in path.parts:
         return path
     return Path(os.path.realpath(path)) if path.name == ".." else Path(os.path.realpath(path.parent), path.name)
@@ -33,33 +34,63 @@ def check_writable(*paths: Path) -> None:
     for path in paths:
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder, and a file is to be written there: move it away")
-        check_parent(path)
+        place = next(place for place in path.absolute().parents if os.path.lexists(place))
+        if not place.is_dir():
+            raise NotADirectoryError(f"{place} is a file: give a folder")
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(f"{place} may not be written to: give another folder")
 
 
-def check_parent(path: Path) -> None:
-    """Raise OSError, naming the folder, unless a file or folder can be created at `path`; missing parents are fine."""
-    folder = path.absolute().parent
-    place = next(place for place in (folder, *folder.parents) if _exists(place))
-    if not place.is_dir():
-        raise NotADirectoryError(f"{place} is a file: give a folder")
-    if not os.access(place, os.W_OK | os.X_OK):
-        raise PermissionError(f"{place} may not be written to: give another folder")
-
-
-def _exists(path: Path) -> bool:
-    """Return whether a file, folder or link exists. Raises OSError for an impossible path, such as a too long name."""
-    try:
-        path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def check_space(path: Path, size: int, content: str) -> None:
-    """Raise OSError unless the disk of `path`, which may not exist yet, has `size` bytes free for `content`."""
+def check_space(path: Path, size: int) -> None:
+    """Raise OSError unless the disk of `path`, which may not exist yet, has `size` bytes free."""
     place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
-    free = shutil.disk_usage(place).free
-    if free < size:
+    if (free := shutil.disk_usage(place).free) < size:
         raise OSError(
-            f"{content} needs {format_bytes(size)}, and {place} has {format_bytes(free)} free: nothing was written"
+            f"{path} needs {format_bytes(size)}, and {place} has {format_bytes(free)} free: nothing was written"
         )
+
+
+def check_folder(
+    path: Path,
+    *,
+    overwrite: bool,
+    sources: Iterable[Any] = (),
+    marker: str = CONFIG,
+    others: Callable[[Path], list[str]] = other_files,
+) -> None:
+    """Raise OSError unless a command may create its output folder at `path`, or replace the folder there.
+
+    The folder may not be, or hold, the working directory or one of the command's inputs, `sources`. Sources that are no
+    local paths (Hub names, texts in memory, None) are ignored. With `overwrite`, a folder is replaced if it has the
+    file `marker`, and no `others` than the command's own.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise FileExistsError(f"{path} is a file or a link: give the name of a new folder")
+    check_writable(path / marker)
+    if not path.is_dir():
+        return
+    kept = [("is the working directory, or holds it", Path.cwd())]
+    kept += [(f"is the source, or contains it ({source})", source) for source in map(_local, sources) if source]
+    for problem, place in kept:
+        if Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
+            raise FileExistsError(f"{path} {problem}: give another destination")
+    if os.path.ismount(path):
+        raise FileExistsError(f"{path} is a mount point, which can't be replaced: give the name of a folder in it")
+    if not any(path.iterdir()):
+        return
+    if not overwrite:
+        raise FileExistsError(f"{path} exists and is not empty: give another one, or overwrite=True (--overwrite)")
+    if not (path / marker).is_file():
+        raise FileExistsError(f"{path} holds no {marker}, so it may not be overwritten: move it away")
+    if found := others(path):
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise FileExistsError(
+            f"{path} contains other files, which overwriting would delete: {', '.join(found[:SHOWN])}{more}. Move them "
+            "away, or give another destination"
+        )
+
+
+def _local(source: Any) -> Path | None:
+    """Return the path of a source that exists on this machine."""
+    path = Path(os.path.expanduser(source)) if isinstance(source, str | os.PathLike) else None
+    return path if path is not None and os.path.exists(path) else None

@@ -126,15 +126,8 @@ def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """The value as JSON-ready data: dataclasses by their fields, without those that are None or empty."""
-    data = to_jsonable_python(value, exclude_none=True)
-    return _without_empty(data)
-
-
-def _without_empty(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _without_empty(item) for key, item in data.items() if item not in ([], {}, None)}
-    return [_without_empty(item) for item in data] if isinstance(data, list) else data
+    """The value as JSON-ready data: dataclasses by their fields, without those that are None."""
+    return to_jsonable_python(value, exclude_none=True)
 
 
 def read_json(adapter: TypeAdapter[T], text: str | bytes, where: str) -> T:

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PlainVa
 
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed
-from hf_qknorm.files.hub_names import check_optional_repo_id
-from hf_qknorm.files.untrusted import JSON_BYTES, read_text
+from hf_qknorm.files.hub_names import check_repo_id
+from hf_qknorm.files.untrusted import read_text
 from hf_qknorm.ops.norms import shown_knee
 from hf_qknorm.reports import records, tables
 from hf_qknorm.reports.records import Count, LayerReport, LayerStatistics, Name, Prediction
@@ -22,7 +22,7 @@ from hf_qknorm.scheme import Scheme
 
 MEASURED = "measured"  # the method of a report on the patched model alone
 
-HubName = Annotated[str | None, AfterValidator(lambda name: check_optional_repo_id(name, "it"))]
+HubName = Annotated[str, AfterValidator(lambda name: check_repo_id(name, "it"))] | None
 Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 KneeSize = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 SchemeField = Annotated[
@@ -124,7 +124,7 @@ class Calibration:
         return share if math.isfinite(share) else None
 
     def __str__(self) -> str:
-        bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input"
+        bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input, up to rounding"
         if self.method == MEASURED:
             loss = "" if self.chosen is None else f"loss {self.chosen.loss:.3f} "
             return f"{self.title}: {loss}on {self.tokens:,} tokens{bound}"
@@ -190,7 +190,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a report from a file. Raises ValueError, naming the file, if it is too large or not a report."""
-        return cls.from_json(read_text(Path(path), JSON_BYTES), str(path))
+        return cls.from_json(read_text(Path(path)), str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON; a failed run leaves the old file."""

@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_qknorm.calibration.knees import restored_attention
-from hf_qknorm.export.constant_norms import check_norms, constant_norms, without_norms
 from hf_qknorm.measure.distributed import Batches, is_first_rank
 from hf_qknorm.measure.predictions import loss_of
 from hf_qknorm.measure.text import batches_for, check_batches
@@ -28,6 +27,7 @@ from hf_qknorm.model.fsdp import fsdp_modules
 from hf_qknorm.model.knees import set_knee
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.training.constant_norms import check_norms, constant_norms, without_norms
 
 logger = logging.getLogger(__name__)
 

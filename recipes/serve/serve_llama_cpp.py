@@ -49,7 +49,7 @@ def exports(options: argparse.Namespace) -> dict[str, Path]:
     if not sharp.exists():
         print(qk.convert_checkpoint(original, sharp, "qk_norm", **text))
     for name, converted in (("knee-qwen3", knee), ("sharp-removed", sharp)):
-        print(qk.export_native(converted, options.work / name, end_norms=converted is sharp, overwrite=True))
+        print(qk.export_native(converted, options.work / name, overwrite=True, **text if converted is sharp else {}))
     return {"original": original, "knee": options.work / "knee-qwen3", "removed": options.work / "sharp-removed"}
 
 

@@ -89,14 +89,15 @@ def build(folder: Path, name: str) -> dict[str, Any]:
             parameter.add_(torch.randn(parameter.shape) * 0.2)
     qk.patch_model(model, scheme)
     exportable = EXPORTED.get(name) is False
-    qk.calibrate(model, [torch.randint(3, TINY["vocab_size"], (4, 64)) for _ in range(2)], exportable=exportable)
+    tokens = [torch.randint(3, TINY["vocab_size"], (4, 64)) for _ in range(2)]
+    qk.calibrate(model, tokens, exportable=exportable)
     model.set_attn_implementation("hf_qknorm_eager")
     model.generation_config.eos_token_id = None
     with as_unpatched(model):
         without, _ = predictions(model, prompts(), 1)
     if name in EXPORTED:
         model.save_pretrained(patched := folder.with_suffix(".patched"))
-        qk.export_native(patched, folder, end_norms=EXPORTED[name])
+        qk.export_native(patched, folder, data=tokens if EXPORTED[name] else None)
         model = AutoModelForCausalLM.from_pretrained(folder)
     else:
         model.save_pretrained(folder)

@@ -97,9 +97,7 @@ def test_the_first_snippet_runs(tmp_path, capsys):
     assert "Once upon a time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("scheme", "native"), [("qk_norm", "qwen3"), ("soft_cap", "vaultgemma"), ("qk_norm_cap", None)]
-)
+@pytest.mark.parametrize(("scheme", "native"), [("qk_norm", "qwen3"), ("soft_cap", None), ("qk_norm_cap", None)])
 def test_the_export_is_mentioned_if_there_is_one(tmp_path, scheme, native):
     text = render_card(checkpoint(tmp_path, scheme, report=False))
     assert (f"makes it a plain {native}, which computes the same" in text) is (native is not None)

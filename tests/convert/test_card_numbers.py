@@ -68,7 +68,7 @@ def test_a_card_has_knee_and_bound(tmp_path):
     largest = [max(max(getattr(x, side).max_logit) for x in report.layers.values()) for side in ("before", "after")]
     for line in (
         "# Llama with QK norm (knee 4) and a logit cap",
-        f"No input gives an attention logit over **{report.bound:.1f}**, before the cap.",
+        f"No input gives an attention logit over **{report.bound:.1f}** before the cap, up to rounding.",
         "have a **knee** of 4: their ε",
         "4 times the mean |x|ᵖ of calibration text",
         "; loss by knee: 2: 1.500; 4: 1.482.",

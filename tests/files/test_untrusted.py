@@ -14,17 +14,10 @@ from hf_qknorm import Calibration, Scheme
 from hf_qknorm.checkpoint import open_source
 from hf_qknorm.convert.card import is_generated_card
 from hf_qknorm.files.names import INDEX, SINGLE
-from hf_qknorm.files.untrusted import DEPTH, is_shallow, read_json
+from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.derived import derived_config
-from qknorm_tests.hostile import NASTY, REPORT, nested, outcome, variants
+from qknorm_tests.hostile import NASTY, REPORT, as_json, outcome, variants
 from qknorm_tests.tiny import tiny_model
-
-DEEP = "[" * 5000
-
-
-def as_json(data: Any) -> str:
-    """The data as JSON; of data that Python can't write, a text as deep."""
-    return json.dumps(data) if is_shallow(data) else DEEP
 
 
 def test_each_part_of_a_scheme():
@@ -101,12 +94,15 @@ def test_front_matter(tmp_path: Path, matter: str) -> None:
     assert is_generated_card(tmp_path / "README.md") in (False, True)
 
 
-def test_depth_is_limited(tmp_path):
-    assert is_shallow(nested(DEPTH - 1))
-    assert not is_shallow(nested(DEPTH))
-    (tmp_path / "x.json").write_text(json.dumps(nested(DEPTH)))
-    with pytest.raises(ValueError, match="x.json is nested too deeply"):
-        read_json(tmp_path / "x.json")
-    (tmp_path / "x.json").write_text('{"a": 1}   ')
-    with pytest.raises(ValueError, match="x.json is larger than 10 bytes"):
-        read_json(tmp_path / "x.json", 10)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 5000, "x.json is no JSON .recursion limit"),
+        ("{", "x.json is no JSON"),
+        ("1" * 99, "larger than 20 bytes"),
+    ],
+)
+def test_json_that_is_deep_broken_or_long_is_refused(tmp_path, text, message):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_json(tmp_path / "x.json", 20 if "larger" in message else 10_000)

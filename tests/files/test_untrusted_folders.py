@@ -62,8 +62,9 @@ def test_no_code_of_a_checkpoint_is_run(source, tmp_path):
         calibrate(model, str(text), method="ones", max_tokens=256)
         inspect_checkpoint(str(converted), data=str(text), max_tokens=256)
         write_card(converted)
-        export_native(converted, tmp_path / f"{scheme}-native")
-        assert not list((tmp_path / f"{scheme}-native").rglob("*.py"))
+    calibrated = tmp_path / "qk_norm"
+    export_native(calibrated, tmp_path / "native")
+    assert not list((tmp_path / "native").rglob("*.py"))
     assert not sign.exists()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,6 +52,14 @@ def changed(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     if value is ...:
         del place[last]
     return copied
+
+
+def as_json(data: Any) -> str:
+    """The data as JSON; of data that Python can't write, a text as deep."""
+    try:
+        return json.dumps(data)
+    except RecursionError:
+        return "[" * 5000
 
 
 def outcome(call: Callable[[], Any]) -> Any:

@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_qknorm.export.tensor_plan import TensorPlan
 from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, changeable_head_weights
-from hf_qknorm.model.attention import QKNormAttention, head_norms, require_patched
-from hf_qknorm.model.knees import knee_of, set_knee
+from hf_qknorm.model.attention import head_norms, require_patched
+from hf_qknorm.model.knees import knee_of
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import Scheme
 
-STORED: Final = ("weight", "bias", "knee")  # of a norm, in the weights
-SIDES: Final = {"q": "q_norm", "k": "k_norm"}
-
 
 @dataclass(frozen=True)
 class ConstantNorm:
-    """A norm that multiplies by a constant: the names of its layer and of itself, and the outputs that it norms.
+    """A norm that multiplies by a constant, and the outputs of the `projection` in front of it.
 
     One norm of each layer has as its `scale` the scheme's scale of the logits over the model's own; others have 1.
     """
 
-    layer: str
-    name: str
     norm: HeadNorm
     part: HeadWeights
     scale: float
 
     @property
     def projection(self) -> Any:
-        """The projection in front of the norm."""
         return self.part.projection
 
     def folded(self, x: Tensor) -> Tensor:
@@ -74,15 +66,16 @@ def constant_norms(model: nn.Module) -> list[ConstantNorm]:
                 f"the norms still act (knee {knee_of(layer):.3g}): train with KneeSchedule(target=math.inf) "
                 "after a calibration, or give remove_norms text, which ends them and measures the cost"
             )
-        norms = sides(layer)
-        for side, norm in norms.items():
-            part, scale = parts[name][side], layer.logit_scale / layer.own_scale if side == next(iter(norms)) else 1.0
+        scale = layer.logit_scale / layer.own_scale
+        for name_of_norm, norm in head_norms(layer).items():
+            part = parts[name][name_of_norm[0]]
             if norm.bias is not None and bool(norm.bias.any()) and part.projection.bias is None:
                 raise ValueError(
-                    f"{name}.{SIDES[side]} has a bias, and its projection has none to fold it into: train with a "
+                    f"{name}.{name_of_norm} has a bias, and its projection has none to fold it into: train with a "
                     "scheme of bias=False"
                 )
-            found.append(ConstantNorm(name, SIDES[side], norm, part, scale))
+            found.append(ConstantNorm(norm, part, scale))
+            scale = 1.0
     return found
 
 
@@ -103,34 +96,6 @@ def check_norms(model: nn.Module) -> None:
     changeable_head_weights(model, "folding the norms into the projections")
 
 
-def sides(layer: QKNormAttention) -> dict[str, HeadNorm]:
-    """The layer's norms of queries ("q") and keys ("k")."""
-    return {side: norms[name] for norms in [head_norms(layer)] for side, name in SIDES.items() if name in norms}
-
-
 def without_norms(scheme: Scheme) -> Scheme:
     """The rest of a scheme whose norms, and scale with them, are folded into the projections."""
     return Scheme(softcap=scheme.softcap)
-
-
-def fold_constant_norms(plan: TensorPlan, model: Any, *, end: bool = False) -> Any:
-    """Fold the norms of a patched model into the plan's projections; return its config without them.
-
-    With `end`, norms that still act become constant factors before, in the model too. Raises ValueError as
-    `constant_norms` does, and, without `end`, for projections in 16 bits, which the fold would round again.
-    """
-    if end:
-        check_norms(model)
-        set_knee(model, math.inf)
-    for constant in constant_norms(model):
-        layer = model.get_submodule(constant.layer)
-        projection = next(part for part in layer.family.style.weights if getattr(layer, part) is constant.projection)
-        for kind in ("weight", "bias"):
-            if (name := f"{constant.layer}.{projection}.{kind}") in plan:
-                if not end:
-                    plan.require_wide(name, "the constant factors of its norms would be folded into it")
-                plan.change(name, constant.folded)
-        plan.drop(*(f"{constant.layer}.{constant.name}.{kind}" for kind in STORED))
-    config = copy.deepcopy(model.config)
-    config.set_scheme(without_norms(config.scheme))
-    return config

@@ -1,0 +1,355 @@
+"""Exports compute the same as the patched model, without hf_qknorm, or are refused with nothing written."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from hf_qknorm import SCHEMES, Scheme, calibrate, cli, export_native, patch_model, remove_norms, set_knee, unpatch_model
+from hf_qknorm.families.counterparts import COUNTERPARTS
+from qknorm_tests.children import child
+from qknorm_tests.folders import configure, edit
+from qknorm_tests.kneed import REMOVED
+from qknorm_tests.tables import as_loaded, assert_near, error, make_batch, randomise, real, sharp_model
+
+TOLERANCE = 1e-5
+RMS = Scheme(q="rms", k="rms")
+EPS = {"rms_norm_eps": 1e-6}
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32}  # fmt: skip
+TEXT = "Long ago, a small model of language was asked to forget its norms. " * 40
+
+# Model type, settings, scheme.
+CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
+    "llama": ("llama", EPS, RMS),
+    "tied": ("llama", EPS | {"tie_word_embeddings": True}, RMS),
+    "wide heads": ("llama", EPS | {"head_dim": 32, "hidden_act": "gelu"}, RMS),
+    "yarn": ("llama", EPS | {"rope_parameters": YARN}, RMS),
+    "llama3": ("llama", EPS | {"rope_parameters": LLAMA3}, RMS),
+    "another eps": ("llama", {"rms_norm_eps": 1e-3, "attention_bias": True}, RMS),
+    "another scale": ("llama", EPS, Scheme(q="rms", k="rms", scale=0.3)),
+    "no gain": ("llama", EPS, Scheme(q="rms", k="rms", gain="none")),
+    "scalar gain": ("llama", EPS, Scheme(q="rms", k="rms", gain="scalar")),
+    "henry": ("llama", EPS, SCHEMES["henry"]),
+    "henry, wide heads": ("llama", EPS | {"head_dim": 32}, SCHEMES["henry"]),
+    "lp of order 2": ("llama", EPS, Scheme(q="lp", k="lp", gain="scalar", scale=1.0)),
+    "mistral": ("mistral", {"sliding_window": None} | EPS, RMS),
+    "mistral, window": ("mistral", EPS, RMS),
+    "qwen2": ("qwen2", {"use_sliding_window": False} | EPS, RMS),
+    "qwen2, window": ("qwen2", EPS, RMS),
+    "mixtral": ("mixtral", {"sliding_window": None} | EPS, RMS),
+    "mixtral, window": ("mixtral", EPS, RMS),
+    "ended knee": ("llama", EPS, RMS),
+    "knee": ("llama", EPS | {"attention_bias": True}, RMS),
+    "knee, l2": ("llama", EPS, Scheme(q="l2", k="rms")),
+    "knee, mixtral": ("mixtral", EPS, RMS),
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are compared with transformers' own norms, which are in PyTorch."""
+    monkeypatch.setenv("HF_QKNORM_CPU", "0")
+
+
+def save_patched(
+    folder: Path, model_type: str, settings: dict[str, Any], scheme: Scheme | str, *, knee: float = 0.0,
+    sharpness: float = 1.0, ended: bool = False,
+) -> Any:  # fmt: skip
+    """Save a patched model with random gains, also of the unpatched norms, and perhaps with a knee."""
+    model = randomise(patch_model(sharp_model(model_type, **settings), scheme), knee=knee, sharpness=sharpness)
+    if ended:
+        set_knee(model, 0.0)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "layernorm" in name or name.endswith("model.norm.weight"):
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    model.save_pretrained(folder)
+    return as_loaded(model)
+
+
+@torch.no_grad()
+def logits(model: Any, kind: str = "left") -> Tensor:
+    """The logits of the tokens that are no padding, whose own differ between models."""
+    batch = make_batch(kind, labels=False)
+    return model(**batch).logits[real(batch)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_export_computes_the_same(tmp_path, case):
+    model_type, settings, scheme = CASES[case]
+    patched = save_patched(tmp_path / "ours", *CASES[case], knee=4.0 * ("knee" in case), ended="ended" in case)
+    report = export_native(tmp_path / "ours", tmp_path / "theirs")
+    native, info = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not any(info.values()), "no tensor is missing or unexpected"
+    assert native.config.model_type == COUNTERPARTS[model_type]
+    assert type(native).__module__.startswith("transformers.")
+    assert report.architecture == type(native).__name__ == native.config.architectures[0]
+    assert "qk_norm" not in (tmp_path / "theirs/config.json").read_text()
+    for kind in ("plain", "left"):
+        assert_near(logits(native, kind), logits(patched, kind), TOLERANCE)
+    batch = make_batch("left", labels=False)
+    generate = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(native.generate(**batch, **generate), patched.generate(**batch, **generate))
+    unpatched = logits(unpatch_model(patched), "plain")
+    assert (logits(native, "plain") - unpatched).abs().max() > 0.01, "the comparison can fail"
+
+
+def test_every_counterpart_is_tested():
+    assert {model_type for model_type, _, _ in CASES.values()} == COUNTERPARTS.keys()
+
+
+LOAD = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+with torch.no_grad():
+    logits = AutoModelForCausalLM.from_pretrained(sys.argv[2])(torch.tensor(json.loads(sys.argv[1]))).logits
+torch.save(logits, sys.argv[2] + "/logits.pt")
+assert "hf_qknorm" not in sys.modules
+"""
+
+
+@pytest.mark.costly
+def test_plain_transformers_loads_it(tmp_path):
+    tokens = make_batch("plain")["input_ids"]
+    patched = save_patched(tmp_path / "ours", *CASES["llama"])
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    child(LOAD, json.dumps(tokens.tolist()), str(tmp_path / "theirs"), home=tmp_path)
+    assert_near(torch.load(tmp_path / "theirs/logits.pt"), patched(tokens).logits.detach(), TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama", "henry", "scalar gain", "qwen2", "mixtral"])
+def test_bfloat16_stays_as_it_is(tmp_path, case):
+    """If no tensor is rounded again, logits are equal; √16 is a power of two."""
+    save_patched(tmp_path / "first", *CASES[case])
+    patched = AutoModelForCausalLM.from_pretrained(tmp_path / "first", dtype=torch.bfloat16)
+    patched.save_pretrained(tmp_path / "ours")
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "theirs").dtype == torch.bfloat16
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    assert_near(logits(native, "plain"), logits(patched.float(), "plain"), TOLERANCE)
+
+
+def test_an_existing_destination_is_kept(tmp_path):
+    save_patched(tmp_path / "ours", *CASES["llama"])
+    target = tmp_path / "theirs"
+    target.mkdir()
+    (target / "notes.txt").touch()
+    for overwrite, message in ((False, "exists and is not empty"), (True, r"holds no config\.json")):
+        with pytest.raises(FileExistsError, match=message):
+            export_native(tmp_path / "ours", target, overwrite=overwrite)
+    assert [path.name for path in target.iterdir()] == ["notes.txt"]
+    (target / "notes.txt").unlink()
+    (target / "config.json").write_text("{}")
+    assert export_native(tmp_path / "ours", target, overwrite=True).architecture == "Qwen3ForCausalLM"
+
+
+def test_a_trained_model_with_its_tokenizer(tmp_path, shared):
+    source = shared / "checkpoints/llama-shakespeare"
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = "{{ messages }}"
+    model = randomise(patch_model(AutoModelForCausalLM.from_pretrained(source), "qk_norm"))
+    model.save_pretrained(tmp_path / "ours")
+    tokenizer.save_pretrained(tmp_path / "ours")
+    for name in ("LICENSE", "README.md", "modeling_qknorm.py"):
+        (tmp_path / "ours" / name).write_text("as you like")
+    report = export_native(tmp_path / "ours", tmp_path / "theirs")
+    assert str(report).endswith("Qwen3ForCausalLM, which transformers loads without hf_qknorm")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs")
+    again = AutoTokenizer.from_pretrained(tmp_path / "theirs")
+    assert again.chat_template == tokenizer.chat_template
+    assert (tmp_path / "theirs/LICENSE").read_text() == "as you like"
+    assert not any((tmp_path / "theirs" / name).exists() for name in ("README.md", "modeling_qknorm.py"))
+    assert native.generation_config.eos_token_id == model.generation_config.eos_token_id
+    tokens = again("ROMEO: But soft, what light through yonder window breaks?", return_tensors="pt")
+    assert torch.equal(native.generate(**tokens, max_new_tokens=20), model.generate(**tokens, max_new_tokens=20))
+
+
+def test_unchanged_tensors_are_equal(tmp_path):
+    """A Llama's tensors, gains included, are those of Qwen 3."""
+    save_patched(tmp_path / "ours", *CASES["llama"])
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert sorted(theirs) == sorted(name for name in ours if not name.endswith(".knee"))
+    assert all(torch.equal(x, ours[name]) for name, x in theirs.items())
+
+
+# Norms that have become constant factors.
+CONSTANT = {name: case for name, case in REMOVED.items() if not case[1].softcap} | {
+    "fused": ("gpt2", Scheme(q="layer", k="layer", bias=True), {}),
+    "scale": ("qwen2", dataclasses.replace(RMS, scale=0.3), {}),
+}
+
+
+@pytest.mark.parametrize("case", CONSTANT)
+def test_removed_norms_are_exported_as_the_model_that_was_patched(tmp_path, case):
+    model_type, scheme, settings = CONSTANT[case]
+    model: Any = randomise(patch_model(sharp_model(model_type, **settings), scheme), knee=1.0).eval()
+    whole = logits(model)
+    set_knee(model, math.inf)
+    assert error(logits(model), whole) > 1e-2, "the norms' part can be seen"
+    model.save_pretrained(tmp_path / "ours")
+    expected = logits(model)
+    report = export_native(tmp_path / "ours", tmp_path / "theirs")
+    native, info = AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", output_loading_info=True)
+    assert not any(info.values()), "no tensor is missing or unexpected"
+    assert report.architecture == type(native).__name__
+    assert_near(logits(native.eval()), expected, 5e-6)
+    folded = remove_norms(model)
+    assert type(native) is type(folded)
+    assert all(torch.equal(x, native.state_dict()[name]) for name, x in folded.state_dict().items())
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> str:
+    (tmp_path / "corpus.txt").write_text(TEXT)
+    return str(tmp_path / "corpus.txt")
+
+
+def converted(llama: Path, scheme: Scheme, knee: float, dtype: torch.dtype = torch.float32) -> Path:
+    """A patched and calibrated checkpoint with a tokenizer."""
+    folder, tokenizer = llama.parent / "converted", AutoTokenizer.from_pretrained(llama)
+    model = patch_model(AutoModelForCausalLM.from_pretrained(llama), scheme)
+    calibrate(model, [TEXT], tokenizer=tokenizer, length=64, knee=knee, sharpness=8)
+    for saved in (model.to(dtype), tokenizer):
+        saved.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_that_act_are_taken_off_and_the_printed_losses_are_the_models_own(dtype, llama, corpus, capsys):
+    folder = converted(llama, RMS, 2.0, dtype)
+    out = folder.parent / "plain"
+    options = ["--max-loss-increase", "0.05", "--length", "64"]
+    assert cli.main(["export", str(folder), str(out), "--data", corpus, *options]) == 0
+    printed = capsys.readouterr().out
+    assert "plain: LlamaForCausalLM, which transformers loads without hf_qknorm" in printed
+    before, after, rise = map(float, re.findall(r"[+-]?\d+\.\d+", printed.splitlines()[-1]))
+    assert rise == pytest.approx(after - before, abs=1.5e-4)
+    ids = AutoTokenizer.from_pretrained(folder)(TEXT, return_tensors="pt")["input_ids"]
+    rows = ids[0, : ids.numel() // 64 * 64].view(-1, 64)
+    for place, loss in ((folder, before), (out, after)):
+        model = AutoModelForCausalLM.from_pretrained(place)
+        assert model.dtype == dtype
+        with torch.no_grad():
+            assert float(model(rows, labels=rows).loss) == pytest.approx(loss, abs=2e-3 if dtype.itemsize < 4 else 1e-4)
+
+
+def test_a_rise_above_the_limit_writes_nothing(llama, corpus, capsys):
+    folder = converted(llama, RMS, 0.01)
+    before = sorted(folder.parent.iterdir())
+    limit = ["--max-loss-increase", "0"]
+    assert cli.main(["export", str(folder), str(folder.parent / "plain"), "--data", corpus, *limit]) == 1
+    message = capsys.readouterr().err
+    assert re.search(r"is not exported: without its norms the loss goes from \S+ to \S+ \(\+", message)
+    assert "(--max-loss-increase). Open the knee" in message
+    assert sorted(folder.parent.iterdir()) == before
+
+
+# A patched model, its knee (None: as it is), and the message of the refusal.
+REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, float | None, str]] = {
+    "cap and norms": ("llama", EPS, "qk_norm_cap", None, r"k=rms\) or the cap of 50 would be lost. An export is"),
+    "own cap": ("gemma2", {}, "qk_norm", None, r"k=rms\) or the cap of 50 would be lost"),
+    "cap alone": ("llama", {}, "soft_cap", None, "the cap of 50 would be lost"),
+    "scale alone": ("llama", {}, Scheme(scale=0.3), None, "scale=0.3 would be lost"),
+    "values": ("llama", EPS, "qkv_norm", None, "the norm of the values would be lost: convert with"),
+    "queries alone": ("llama", EPS, "q_norm", None, r"norms \(q=rms, k=None\) would be lost: convert with a scheme on"),
+    "order": ("llama", EPS, "lp", None, "norms of order p=3 would be lost: convert with henry or qk_norm"),
+    "per head": ("llama", EPS, Scheme(q="rms", k="rms", gain="per_head"), None, 'convert with gain="shared"'),
+    "two kinds": ("llama", EPS, Scheme(q="rms", k="layer", bias=False), None, r"norms \(q=rms, k=layer\) would be l"),
+    "biases": ("llama", EPS, Scheme(q="rms", k="rms", bias=True), None, "biases of the norms.*convert with bias=False"),
+    "mlp bias": ("llama", EPS | {"mlp_bias": True}, RMS, None, "biases of the MLP would be lost"),
+    "another type": ("gpt2", {}, "qk_norm", None, r"norms \(q=rms, k=rms\) would be lost: transformers has no gpt2"),
+    "sharp": ("llama", {}, RMS, 4.0, "the sharpness of 8 would be lost: .*--knee 16.*export --data"),
+    "underflow": ("llama", {"rms_norm_eps": 1e-300}, RMS, None, r"would be multiplied by .*, beyond the range of"),
+    "removed, cap": ("llama", {}, "qk_norm_cap", math.inf, "the cap of 50 would be lost"),
+    "removed, values": ("llama", {}, "qkv_norm", math.inf, "expected norms of queries and keys alone"),
+    "removed, latent": ("deepseek_v3", {}, "qk_norm", math.inf, "a norm of latent attention has"),
+    "removed, clipped": ("olmo", {}, "qk_norm", math.inf, r"clips its .* \(clip_qkv=None\)"),
+    "removed, biased": (
+        "llama", {}, Scheme(q="rms", k="rms", bias=True), math.inf, "q_norm has a bias, and its projection has none",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_inexact_exports_are_refused(tmp_path, case):
+    model_type, settings, scheme, knee, message = REFUSED[case]
+    options = {} if knee is None else {"knee": 1.0 if math.isinf(knee) else knee, "sharpness": 8.0}
+    model = randomise(patch_model(sharp_model(model_type, **settings), scheme), **options)
+    if knee == math.inf:
+        set_knee(model, knee)
+    model.save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=rf"ours \({model_type}, .*is not exported: .*{message}"):
+        export_native(tmp_path / "ours", tmp_path / "theirs")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("another eps", r"weight would be multiplied by .*Scheme\(..., eps=0.001\)"),
+        ("another scale", r"q_norm.weight would be multiplied by"),
+        ("henry, wide heads", r"q_norm.weight would be multiplied by"),
+        ("removed", "the constant factors of its norms"),
+    ],
+)
+def test_rounding_of_sixteen_bits_is_refused(tmp_path, case, message):
+    patched = save_patched(tmp_path / "first", *CASES.get(case, CASES["llama"]), knee=4.0 * (case == "removed"))
+    if case == "removed":
+        set_knee(patched, math.inf)
+    patched.to(torch.bfloat16).save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match=rf"not be exact in torch.bfloat16: .*{message}"):
+        export_native(tmp_path / "ours", tmp_path / "theirs")
+    assert not (tmp_path / "theirs").exists()
+
+
+GAIN = "model.layers.1.self_attn.q_norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(GAIN), f"ours: 1 norm tensors are missing from the weights, first '{GAIN}'"),
+        (lambda t: t.update({GAIN: torch.full((16,), math.nan)}), f"ours: {GAIN} holds NaN or infinity"),
+    ],
+)
+def test_damaged_weights_are_refused(tmp_path, change, message):
+    save_patched(tmp_path / "ours", *CASES["llama"])
+    edit(tmp_path / "ours", change)
+    with pytest.raises(ValueError, match=message):
+        export_native(tmp_path / "ours", tmp_path / "theirs")
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_only_complete_patched_causal_models_are_exported(tmp_path):
+    sharp_model("llama").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match="is a plain llama, not a patched model"):
+        export_native(tmp_path / "plain", tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=r"config\.json is missing"):
+        export_native(tmp_path / "empty", tmp_path / "out")
+    model = save_patched(tmp_path / "ours", *CASES["llama"])
+    with pytest.raises(FileExistsError, match="is the source, or contains it"):
+        export_native(tmp_path / "ours", tmp_path / "ours", overwrite=True)
+    with pytest.raises(ValueError, match="max_loss_increase=1 needs data"):
+        export_native(tmp_path / "ours", tmp_path / "out", max_loss_increase=1.0)
+    configure(tmp_path / "ours", quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ValueError, match="is quantised"):
+        export_native(tmp_path / "ours", tmp_path / "out")
+    AutoModelForSequenceClassification.from_config(model.config).save_pretrained(tmp_path / "classifier")
+    with pytest.raises(ValueError, match="only a causal language model becomes a Qwen3ForCausalLM, got a QKNormLlama"):
+        export_native(tmp_path / "classifier", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
