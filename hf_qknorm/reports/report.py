@@ -124,7 +124,7 @@ class Calibration:
         return share if math.isfinite(share) else None
 
     def __str__(self) -> str:
-        bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input"
+        bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input, up to rounding"
         if self.method == MEASURED:
             loss = "" if self.chosen is None else f"loss {self.chosen.loss:.3f} "
             return f"{self.title}: {loss}on {self.tokens:,} tokens{bound}"

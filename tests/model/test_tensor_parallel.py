@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,10 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import Calibration, Scheme, calibrate, patch_model, unpatch_model
-from hf_qknorm.files.names import REPORT
-from qknorm_tests.covering import covering
-from qknorm_tests.distributed_run import CALIBRATIONS, calibration_batches
+from hf_qknorm import Scheme, patch_model, unpatch_model
 from qknorm_tests.pair import run_in_turn
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import as_loaded, make_batch, randomise, sharp_model
@@ -29,7 +25,6 @@ SCHEMES = {
     "latent": Scheme(**NORMED, gain="per_head"),
 }
 FEW = ("per_head",)  # without `-m slow`
-CALIBRATED = [f"{gain} calibrated {name}" for gain, name in covering(SCHEMES, CALIBRATIONS, strength=1)]
 STYLES = {
     "shared": "replicated_with_grad_allreduce",
     "per_head": "colwise",
@@ -45,21 +40,17 @@ def made(gain: str) -> PreTrainedModel:
     return as_loaded(randomise(model, knee=4.0 if "knee" in gain else 0.0)).double()
 
 
-def gain_of(task: str) -> str:
-    return task.partition(" calibrated ")[0]
-
-
 @pytest.fixture(scope="module")
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
-    """The folder of a task's model: a checkpoint with a batch, and the results of two processes."""
+    """The folder of a scheme's model: a checkpoint with a batch, and the results of two processes."""
 
     def prepare(root: Path, tasks: Sequence[str]) -> None:
-        for gain in {gain_of(task) for task in tasks}:
+        for gain in tasks:
             made(gain).save_pretrained(root / gain)
             save_file(make_batch("plain"), root / gain / "batch.safetensors")
 
-    ran = run_in_turn(tmp_path_factory, "tensor_parallel_run", FEW, [*SCHEMES, *CALIBRATED], prepare)
-    return lambda task: ran(task) / gain_of(task)
+    ran = run_in_turn(tmp_path_factory, "tensor_parallel_run", FEW, [*SCHEMES], prepare)
+    return lambda gain: ran(gain) / gain
 
 
 @pytest.mark.costly
@@ -85,29 +76,6 @@ def test_what_two_processes_save_is_whole(gain, folder_of):
     saved = AutoModelForCausalLM.from_pretrained(folder_of(gain) / "saved").state_dict()
     for name, value in made(gain).state_dict().items():
         assert torch.equal(saved[name], value), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("task", CALIBRATED)
-def test_two_processes_calibrate_as_one_does(task, folder_of):
-    gain, _, name = task.partition(" calibrated ")
-    folder, model = folder_of(task), made(gain)
-    report = calibrate(model, calibration_batches(), **CALIBRATIONS[name])
-    found = AutoModelForCausalLM.from_pretrained(folder / f"calibrated {name}")
-    assert found.config.scheme == report.scheme
-    assert report.knee == pytest.approx(CALIBRATIONS[name].get("knee", report.knee), rel=0.01)
-    expected = model.state_dict()
-    assert found.state_dict().keys() == expected.keys()
-    for key, value in found.state_dict().items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-6, atol=1e-9, msg=key)
-    reports = [json.loads((folder / f"report {name} {rank}.json").read_text()) for rank in range(2)]
-    assert reports[0] == reports[1]
-    written = Calibration.load(folder / f"calibrated {name}" / REPORT)
-    assert written == Calibration.from_dict(reports[0])
-    for layer, numbers in report.to_dict()["layers"].items():  # of the heads of both
-        for side in ("before", "after"):
-            for statistic, values in numbers[side].items():
-                assert reports[0]["layers"][layer][side][statistic] == pytest.approx(values, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("gain", STYLES)

@@ -1,8 +1,8 @@
-"""One of two processes that train and calibrate a model together.
+"""One of two processes that train a model together.
 
-Each case is run data-parallel, sharded by FSDP2 and through accelerate, and calibrated; rank 0 writes the results into
-the folder. Three tasks train with Trainer: without harm, with a rank 1 that is killed after step 5, and from the last
-checkpoint of that run.
+Each case is run data-parallel, sharded by FSDP2 and through accelerate; rank 0 writes the results into the folder. In
+one both calibrate before. Three tasks train with Trainer: without harm, with a rank 1 that is killed after step 5, and
+from the last checkpoint of that run.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ CASES: dict[str, tuple[str, Scheme]] = {
     "sinks": ("gpt_oss", NORMED),
     "knee": ("llama", NORMED),
 }
-CALIBRATIONS: dict[str, dict[str, Any]] = {
-    "searched": {},
-    "moments": {"method": "moments", "knee": 2},
-}
-SHARDED_CALIBRATIONS = [("searched", "shared"), ("moments", "per head")]
 FSDP2_YAML = Path(__file__).parents[2] / "recipes" / "accelerate" / "fsdp2.yaml"
 WORLD = 2
 STEPS, SAVED, KILLED = 8, 3, 5
@@ -169,27 +164,15 @@ def run_sent(folder: Path, rank: int) -> None:
         save_file(knees_of(model), folder / "sent.safetensors")
 
 
-def run_calibration(name: str, folder: Path, rank: int) -> None:
-    for kind, data in {"dealt": calibration_batches()[rank::WORLD], "same": calibration_batches()}.items():
-        model = DistributedDataParallel(made("shared"))
-        report = calibrate(model, data, max_tokens=4 * 24, **CALIBRATIONS[name])
-        (folder / f"{name} {kind} {rank}.json").write_text(repr(report))
-        loss = backward(model, rank)
-        save_file(
-            {**model.module.state_dict(), "loss": loss, "gradient": model.module.lm_head.weight.grad},
-            folder / f"{name} {kind} {rank}.safetensors",
-        )
-
-
-def run_sharded_calibration(name: str, case: str, folder: Path, rank: int) -> None:
-    for way in SHARDED_WAYS:
-        model = WAYS[way](made(case))
-        report = calibrate(model, calibration_batches()[rank::WORLD], max_tokens=4 * 24, **CALIBRATIONS[name])
-        (folder / f"{name} {case} {way} {rank}.json").write_text(repr(report))
-        state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-        backward(model, rank)
-        if rank == 0:
-            model.save_pretrained(folder / f"{name} {case} {way} calibrated", state_dict=state)
+def run_calibrated(folder: Path, rank: int) -> None:
+    """Each rank calibrates by itself, before DDP wraps its copy."""
+    model = made("shared")
+    report = calibrate(model, calibration_batches())
+    (folder / f"calibrated {rank}.json").write_text(repr(report))
+    wrapped = DistributedDataParallel(model)
+    loss = backward(wrapped, rank)
+    found = {**model.state_dict(), "loss": loss, "gradient": model.lm_head.weight.grad}
+    save_file(found, folder / f"calibrated {rank}.safetensors")
 
 
 def run_unharmed(folder: Path, rank: int) -> None:
@@ -218,8 +201,7 @@ TASKS: dict[str, Callable[[Path, int], None]] = {
     "sent": run_sent,
     **{case: partial(run_case, case) for case in CASES},
     "adapter": run_adapter,
-    **{name: partial(run_calibration, name) for name in CALIBRATIONS},
-    **{f"{name} {case}": partial(run_sharded_calibration, name, case) for name, case in SHARDED_CALIBRATIONS},
+    "calibrated": run_calibrated,
     "unharmed": run_unharmed,
     "killed": run_killed,
     "resumed": run_resumed,
