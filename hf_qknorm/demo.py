@@ -32,8 +32,9 @@ from hf_qknorm.files.names import other_files
 from hf_qknorm.files.paths import check_folder, user_path
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.files.untrusted import check_positive
+from hf_qknorm.measure.batches import check_batches
 from hf_qknorm.measure.predictions import require_causal
-from hf_qknorm.measure.text import check_batches, check_text, default_length, load_text, sample_batches, tokenize
+from hf_qknorm.measure.text import check_text, default_length, load_text, sample_batches, tokenize
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.knees import set_knee
 from hf_qknorm.patch import patch_model
@@ -136,8 +137,7 @@ def _prepare(
 
     if checkpoint is None:
         tokenizer = byte_tokenizer()
-        batches = draw(tokenizer, LENGTH)
-        return tokenizer, small_llama(2), batches
+        return tokenizer, small_llama(2), draw(tokenizer, LENGTH)
     source = open_source(checkpoint)
     if isinstance(source.config, QKNormConfig):
         raise ValueError(f"{source.name} is converted already: give the original checkpoint")

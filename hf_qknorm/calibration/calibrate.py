@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers.utils import ModelOutput
 
-from hf_qknorm.calibration.checks import check_inputs, check_supported, predicts_masked, scheme_of
+from hf_qknorm.calibration.checks import check_inputs, check_supported, scheme_of
 from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms, rescale_folded_weights
 from hf_qknorm.calibration.knees import KNEES, restored_attention, search_knee, search_outputs
 from hf_qknorm.calibration.options import Knee, exported_eps, resolve_method, resolve_sharpness
 from hf_qknorm.files.hub_names import hub_name
-from hf_qknorm.measure.distributed import (
-    Batches,
-    Ranks,
-    broadcast_attention,
-    gather_batches,
-    ranks_of,
-    unwrap,
-)
+from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
+from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
-from hf_qknorm.measure.predictions import (
-    evaluate,
-    layer_reports,
-    output_error,
-    predictions,
-)
-from hf_qknorm.measure.regroup import divided, token_count
-from hf_qknorm.measure.text import batches_for, check_batches, context_length, longest_sequence
+from hf_qknorm.measure.predictions import evaluate, layer_reports, output_error, predictions
+from hf_qknorm.measure.text import batches_for, context_length
+from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import is_exact
-from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import set_record
@@ -65,12 +54,16 @@ def calibrate(
 ) -> Calibration:
     """Set the knee, gains and biases of a patched model from `data`, in place, and report the effect.
 
-    `data` is a list of strings, a `datasets.Dataset`, a file, a folder, the name of a Hub dataset, or an iterable of
-    batches: tensors `[B, T]`, or mappings with "input_ids" and optionally "attention_mask" (padding is ignored), or
-    with the "pixel_values" `[B, C, H, W]` of an encoder of images, for which `max_tokens` counts images. Text
-    is cut into batches `[batch_size, length]`, by default 256 long, or half of the positions where these are learned.
-    A model of masked tokens (BERT) needs batches with "labels" too, −100 for tokens that are not masked. At most
-    `max_tokens` tokens are used. `tokenizer` is by default the one of `model.name_or_path`.
+    `data` is one of:
+    - texts, as a string or a list of strings, or a path to a file or a folder: cut into batches `[batch_size, length]`,
+      by default 256 long, or half of the positions where these are learned. `tokenizer` is by default the one of
+      `model.name_or_path`
+    - batches, as your training has them: tensors `[B, T]`, or mappings that a list, a dataset or a DataLoader yields.
+      All tensors that the model's forward takes are passed to it. Padding is left out, tokens with the label −100 are
+      not predicted, and packed documents with "position_ids" are separate. An encoder of images takes "pixel_values"
+      `[B, C, H, W]`, and `max_tokens` counts images. A model of masked tokens (BERT) needs "labels"
+
+    At most about `max_tokens` tokens are used.
 
     `method` selects how gains are computed. "moments", the default, is the closed form: per channel the least-squares
     fit of the model's own projection by its normalised self, x ≈ gain·norm(x) + bias, from one pass over the text.
@@ -80,10 +73,10 @@ def calibrate(
     `calibration.knees` that costs at most `max_loss_increase` nats per token (by default 0.005) on an eighth of the
     sequences, which the fit leaves out. It sets the next larger one, as a margin for text of other kinds. Of a short
     text up to half judges, for 2,048 tokens; a warning says if there are fewer. The cost is the rise in loss, or the KL
-    from the unpatched model if that is larger. A model that predicts no tokens is judged by
-    the relative error of its last hidden states, of at most 0.05 (`output_error` in the report). None means "auto" if
-    no method is given and the scheme has gains and keeps the norm in front of attention; otherwise 0. "auto" takes
-    about two forward passes over a long text.
+    from the unpatched model if that is larger; a warning names a cap that costs too much, and one that costs less. A
+    model that predicts no tokens is judged by the relative error of its last hidden states, of at most 0.05
+    (`output_error` in the report). None means "auto" if no method is given and the scheme has gains and keeps the norm
+    in front of attention; otherwise 0. "auto" takes about two forward passes over a long text.
 
     `sharpness`, a number ≥ 1, is how exactly vectors below the knee keep their length. None means 8 in a search, and 1,
     RMSNorm's form, for a fixed knee: it can be exported, and costs more at any bound.
@@ -93,17 +86,16 @@ def calibrate(
     model's own eps becomes the scheme's, and the gains carry the length, so that the knee can't move afterwards.
 
     A PEFT model is calibrated with its adapters in place, and the copies of the norms that the active one trains are
-    set. With DistributedDataParallel, FSDP2 and tensor
-    parallelism every rank makes the call, with its share of the batches or with the same data; the ranks divide the
-    pass and end with the same gains. A model on one process is calibrated by that process alone. After an exception
-    the norms are as before. `save_pretrained` writes the report beside the weights, from then on.
+    set. Calibrate before DDP, FSDP or accelerate wraps the model: each process does it by itself, and the same data
+    gives the same knees and gains. After an exception the model is as before. `save_pretrained` writes the report
+    beside the weights, from then on.
 
     Raises ValueError for data with fewer than 16 tokens to predict, or without the labels of masked tokens; a model
-    that is not patched, or that DeepSpeed trains; a method or knee that is not possible; a loss that
-    rises by more than `max_loss_increase`; a limit on the loss without a language-modelling head; folded norms
-    (`pre_norm=False`) that a checkpoint did not keep; offloaded gains; biases behind folded norms in projections that
-    are sharded or under adapters; and with `exportable` a model that no native one equals. Raises FileNotFoundError for
-    a path that is not there, and ImportError for a Hub dataset without the package `datasets`.
+    that is not patched, or is wrapped or sharded for several processes, or trained by DeepSpeed; a method or knee that
+    is not possible; a loss that rises by more than `max_loss_increase`; a limit on the loss without a language-
+    modelling head; folded norms (`pre_norm=False`) that a checkpoint did not keep; offloaded gains; biases behind
+    folded norms in projections under adapters; and with `exportable` a model that no native one equals. Raises
+    FileNotFoundError for a path that is not there.
 
     >>> model = qk.patch_model(model, "qk_norm")
     >>> report = qk.calibrate(model, texts)
@@ -113,102 +105,67 @@ def calibrate(
     True
     """
     check_not_copied(model, "calibrate")
-    ranks, bare = ranks_of(model), unwrap(model)
+    require_whole(model)
+    bare = unwrap_peft(model)
     method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase, exportable)
     sharpness = resolve_sharpness(sharpness, knee, exportable)
     own = exported_eps(bare.config) if exportable else None
     check_supported(bare, max_loss_increase)
-    cut: dict[str, Any] = {"batch": batch_size, "length": length, "max_tokens": max_tokens}
-    batches = batches_for(bare, data, tokenizer, labels=predicts_masked(bare), **cut)
-    sample = _Sample.of(bare, gather_batches(batches, max_tokens, ranks))
+    batches = batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
+    check_inputs(bare, batches)
+    check_batches(batches, bare.config)
+    others, judged = divided(batches, *(HELD_OUT if "input_ids" in batches[0] else HELD_OUT[:2]))
     cap = bare.config.attn_logit_softcapping or CAP
     with restored_attention(bare, only_on_error=True):
         if own is not None:
             _set_eps(bare, own)
-        chosen: dict[str, Any] = {"method": method, "knee": knee, "limit": max_loss_increase}
-        fresh, tried = _set_norms(bare, sample, ranks, **chosen, exportable=exportable, sharpness=sharpness)
-        compared = evaluate(bare, sample.held_out, cap, ranks)
-        before, after = compared.base, compared.own
-        _check_rise(before, after, max_loss_increase)
-        layers = layer_reports(bare, compared.before, compared.after)
-        error = output_error(bare, sample.held_out) if before is None else None
-    broadcast_attention(model, ranks)
+        _reset_norms(bare, batches)
+        kept: list[ModelOutput] = []  # of the unpatched model
+        base, fresh = predictions(bare, judged, kept)
+        tried: dict[float, Prediction] = {}
+        if isinstance(knee, str):
+            gains = _closed_form(bare, others or batches, judged, KNEES, sharpness=sharpness)
+            if base is None:
+                search_outputs(gains, judged)
+            else:
+                _warn_of_few(count_tokens(judged))
+                tried = search_knee(gains, judged, base, max_loss_increase, kept)
+        elif method != "ones" or knee:
+            gains = _closed_form(bare, batches, judged, (knee,), exportable=exportable, sharpness=sharpness)
+            gains.apply(knee, gains=method != "ones")
+        found = evaluate(bare, judged, cap)
+        _check_rise(found.base, found.own, max_loss_increase)
+        from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
+        report = Calibration(
+            method=method,
+            tokens=count_tokens(batches),
+            scheme=bare.config.scheme,
+            cap=cap,
+            base=found.base,
+            ones=fresh,
+            chosen=found.own,
+            layers=layer_reports(bare, found.before, found.after),
+            judged=count_tokens(judged),
+            base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
+            knees=tried,
+            length=longest_sequence(batches) or None,
+            context=context_length(bare.config),
+            output_error=output_error(bare, judged) if base is None else None,
+            knee=float(knee) if exportable else min(knee_of(bare), NO_NORM),
+            sharpness=sharpness_of(bare),
+        )
+        set_record(bare, report.to_dict())
     if bare.config.scheme.norms:
         mark_in_memory(bare)
-    tokens, judged = (sum(map(token_count, part)) for part in (sample.whole, sample.held_out))
-    from_hub = bool(getattr(bare.config, "_commit_hash", None))  # a folder has none
-    report = Calibration(
-        method=method,
-        tokens=tokens,
-        scheme=bare.config.scheme,
-        cap=cap,
-        base=before,
-        ones=fresh,
-        chosen=after,
-        layers=layers,
-        judged=judged,
-        base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
-        dataset=hub_name(data) if isinstance(data, str) else None,
-        knees=tried,
-        length=longest_sequence(sample.whole) or None,
-        context=context_length(bare.config),
-        output_error=error,
-        knee=float(knee) if exportable else min(knee_of(bare), NO_NORM),
-        sharpness=sharpness_of(bare),
-    )
-    report = ranks.broadcast(report)
-    set_record(bare, report.to_dict())
     return report
 
 
-class _Sample(NamedTuple):
-    """The batches of a calibration: all, the ones for gains, and the ones that judge knee and gains."""
-
-    whole: Batches
-    fitted: Batches
-    held_out: Batches
-
-    @classmethod
-    def of(cls, model: Any, batches: Batches) -> _Sample:
-        """Divide the batches. Raises ValueError for too few tokens to predict, and without labels that are needed."""
-        check_inputs(model, batches)
-        check_batches(batches, model.config)
-        others, judging = divided(batches, *(HELD_OUT if "input_ids" in batches[0] else HELD_OUT[:2]))
-        return cls(batches, others or batches, judging)
-
-
-def _set_norms(
-    model: Any,
-    sample: _Sample,
-    ranks: Ranks,
-    *,
-    method: str,
-    knee: Knee,
-    limit: float | None,
-    exportable: bool,
-    sharpness: float,
-) -> tuple[Prediction | None, dict[float, Prediction]]:
-    """Set knee, gains and biases; return the predictions with fresh gains, and those with each knee of a search."""
-    whole, fitted, held_out = sample
-
-    def closed_form(text: Batches, *knees: float) -> ClosedFormGains:
-        expected = {} if sharpness > 1 else expected_powers(model, held_out[:1], ranks)
-        return ClosedFormGains(model, text, expected, knees, ranks, exportable, sharpness)
-
-    _reset_norms(model, whole)
-    kept: list[ModelOutput] = []  # of the unpatched model
-    base, fresh = predictions(model, held_out, kept)
-    tried: dict[float, Prediction] = {}
-    if isinstance(knee, str):
-        gains = closed_form(fitted, *KNEES)
-        if base is None:
-            search_outputs(gains, held_out)
-        else:
-            _warn_of_few(sum(map(token_count, held_out)))
-            tried = search_knee(gains, held_out, base, limit, kept)
-    elif method != "ones" or knee:
-        closed_form(whole, float(knee)).apply(float(knee), gains=method != "ones")
-    return fresh, tried
+def _closed_form(
+    model: Any, text: Batches, sample: Batches, knees: Sequence[float], *, sharpness: float, exportable: bool = False
+) -> ClosedFormGains:
+    """The closed form over a text, for these knees."""
+    expected = {} if sharpness > 1 else expected_powers(model, sample[:1])
+    return ClosedFormGains(model, text, expected, knees, exportable, sharpness)
 
 
 def _warn_of_few(judged: int) -> None:
@@ -241,7 +198,6 @@ def _set_eps(model: Any, eps: float) -> None:
 
 def _reset_norms(model: Any, batches: Batches) -> None:
     """Reset the norms to plain ones with fresh gains, and folded projections to the σ of the text."""
-    reshard(model)
     for norm in named_norms(model).values():
         norm.reset_parameters()
     if not model.config.scheme.pre_norm and not is_exact(model):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.tensor import DTensor
-
 from hf_qknorm.calibration.gains import named_norms
-from hf_qknorm.measure.distributed import Batches
-from hf_qknorm.measure.predictions import is_bidirectional, require_causal
+from hf_qknorm.measure.batches import Batches, is_bidirectional
+from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import INPUTS
 from hf_qknorm.model.adapters import is_adapter_layer
 from hf_qknorm.model.attention import patched_layers
@@ -71,12 +69,7 @@ def check_supported(model: Any, limit: float | None) -> None:
 
 
 def _check_scalable(model: Any) -> None:
-    """Raise ValueError if the projections that norms were folded into are sharded or under adapters."""
-    if any(isinstance(p, DTensor) for p in model.parameters()):
-        raise ValueError(
-            "this model is sharded over several devices, where calibration can't scale the projections of a scheme "
-            "with pre_norm=False: calibrate it before it is sharded, and save it"
-        )
+    """Raise ValueError if the projections that norms were folded into are under adapters."""
     layers = patched_layers(model).values()
     if any(is_adapter_layer(layer.get_submodule(part)) for layer in layers for part in layer.family.style.weights):
         raise ValueError(

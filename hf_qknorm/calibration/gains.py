@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.files.progress import progress_bar
-from hf_qknorm.measure.distributed import ONE_PROCESS, Batches, Ranks, copy_into
-from hf_qknorm.model.accelerate_hooks import input_device
+from hf_qknorm.measure.batches import Batch, Batches, is_real, model_inputs
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.fold import set_spread
-from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.knees import centred_and_size
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm
@@ -114,13 +112,13 @@ class NormSums:
         factor = e ** (-1 / self.norm.order) * self.norm.length(self.shape(knee))
         return [nn * factor**2, nx * factor, n * factor, *self.sums[3:]]
 
-    def solve(self, knee: float, shape: Sequence[int], bias: bool, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    def solve(self, knee: float, shape: Sequence[int], bias: bool) -> tuple[Tensor, Tensor]:
         """The gain and bias of x ≈ gain·n + bias, for a gain of shape `[H, D]`, `[D]` or `[1]`; see the class."""
         sharp = knee > 0 and self.sharpness > 1
         sums = self.at(0.0 if sharp else knee)
         if len(shape) == 1:
             axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
-            sums = [ranks.sum_over_heads(x.sum(axes, keepdim=True)) for x in sums]
+            sums = [x.sum(axes, keepdim=True) for x in sums]
         nn, nx, n, x, count = sums
         if sharp:
             gain = torch.ones_like(x)
@@ -137,9 +135,9 @@ class NormSums:
 class ClosedFormGains:
     """The sums of every norm of a patched model over a text, and the gains that follow from them for any knee.
 
-    The text takes one pass through the unpatched model. Ranks with different data divide its `batches`. `expected` are
-    the `expected_powers` of a sample. Where the text's are more than four times larger or smaller, there is a second
-    pass. `exportable` is for norms of order 2 and a sharpness of 1.
+    The text takes one pass through the unpatched model. `expected` are the `expected_powers` of a sample. Where the
+    text's are more than four times larger or smaller, there is a second pass. `exportable` is for norms of order 2 and
+    a sharpness of 1.
     """
 
     def __init__(
@@ -148,11 +146,10 @@ class ClosedFormGains:
         batches: Batches,
         expected: Mapping[NormKey, float],
         knees: Sequence[float],
-        ranks: Ranks = ONE_PROCESS,
         exportable: bool = False,
         sharpness: float = 1.0,
     ) -> None:
-        self.model, self.ranks = model, ranks
+        self.model = model
         norms = named_norms(model)
         self.powers = dict(expected) or dict.fromkeys(norms, 0.0)
         for _ in range(2):
@@ -160,11 +157,8 @@ class ClosedFormGains:
                 key: NormSums(norm, knees, self.powers[key], sharpness, exportable) for key, norm in norms.items()
             }
             with observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
-                for batch, counts in progress_bar(ranks.own_batches(batches), desc="moments", unit="batch"):
-                    run(batch, counts)
-            for found in self.sums.values():
-                found.power.total = ranks.sum_over_data(ranks.sum_over_heads(found.power.total))
-                found.sums = [ranks.sum_over_data(x) for x in found.sums]
+                for batch in progress_bar(batches, desc="moments", unit="batch"):
+                    run(batch)
             self.powers = {key: found.power.value for key, found in self.sums.items()}
             if all(found.covers(knee) for found in self.sums.values() for knee in knees):
                 break
@@ -175,7 +169,6 @@ class ClosedFormGains:
         Raises ValueError, before anything changes, for a mean that is not finite.
         """
         shapes = [(found.norm, found.shape(knee)) for found in self.sums.values()]
-        reshard(self.model)
         for norm, shape in shapes:
             norm.set_shape(shape)
         for name, layer in patched_layers(self.model).items() if gains else ():
@@ -191,20 +184,19 @@ class ClosedFormGains:
         for norm_name, norm in norms.items():
             if norm.weight is None:
                 continue
-            shape = self.ranks.local_part(norm.weight).shape
-            gain, bias = self.sums[name, norm_name].solve(knee, shape, norm.bias is not None, self.ranks)
+            gain, bias = self.sums[name, norm_name].solve(knee, norm.weight.shape, norm.bias is not None)
             factor = layer.own_scale / layer.logit_scale if NORM_FIELDS[norm_name] == scaled else 1.0
             if norm_name == "q_norm" and "k_norm" in norms and norms["k_norm"].weight is None:
-                keys, _ = self.sums[name, "k_norm"].solve(knee, (1,), False, self.ranks)
+                keys, _ = self.sums[name, "k_norm"].solve(knee, (1,), False)
                 factor *= float(keys)
-            copy_into(norm.weight, gain * factor)
+            norm.weight.copy_(gain * factor)
             if norm.bias is not None:
-                copy_into(norm.bias, bias * factor)
+                norm.bias.copy_(bias * factor)
 
 
-def expected_powers(model: Any, batches: Batches, ranks: Ranks = ONE_PROCESS) -> Mapping[NormKey, float]:
+def expected_powers(model: Any, batches: Batches) -> Mapping[NormKey, float]:
     """The mean |x|ᵖ of the inputs of each norm, by the unpatched model. Sharp norms need none."""
-    return ClosedFormGains(model, batches, {}, (), ranks).powers
+    return ClosedFormGains(model, batches, {}, ()).powers
 
 
 def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:
@@ -223,35 +215,32 @@ def rescale_folded_weights(model: Any, batches: Batches) -> None:
 
     with observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
         for batch in batches:
-            run(batch, True)
+            run(batch)
     for layer, sigma in sigmas.items():
         set_spread(layer, sigma.value)
 
 
 @contextmanager
 def observed_inputs(
-    model: Any, observers: Mapping[nn.Module, Callable[[Tensor], None]], *, unpatched: bool = True
-) -> Iterator[Callable[[dict[str, Tensor], bool], None]]:
-    """Yield `run(batch, counts)`: a pass of the model, by default unpatched; each module's observer gets its inputs.
+    model: Any, observers: Mapping[nn.Module, Callable[[Tensor], None]]
+) -> Iterator[Callable[[Batch], None]]:
+    """Yield `run(batch)`: a pass of the unpatched model; each module's observer gets its inputs.
 
-    Inputs are `[N, ...]`, a row for each token that is not padding; none where `counts` is False.
+    Inputs are `[N, ...]`, a row for each token that is not padding.
     """
-    counted: Tensor | slice = slice(None)
+    real: Tensor | None = None  # None for all
     without_logits = {"logits_to_keep": 1} if "logits_to_keep" in signature(model.forward).parameters else {}
 
     def observe(observer: Callable[[Tensor], None], module: nn.Module, args: tuple[Tensor, ...]) -> None:
         x = args[0].detach().flatten(0, 1)
-        observer(x[counted.to(x.device) if isinstance(counted, Tensor) else counted])
+        observer(x if real is None else x[real.to(x.device)])
 
     @torch.no_grad()
-    def run(batch: dict[str, Tensor], counts: bool) -> None:
-        nonlocal counted
-        mask = batch.get("attention_mask")
-        everything = slice(None) if mask is None else mask.bool().flatten()
-        counted = everything if counts else slice(0)
-        with as_unpatched(model) if unpatched else nullcontext():
-            inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
-            model(**inputs, **without_logits, use_cache=False)
+    def run(batch: Batch) -> None:
+        nonlocal real
+        real = is_real(batch).flatten() if "attention_mask" in batch and "input_ids" in batch else None
+        with as_unpatched(model):
+            model(**model_inputs(model, batch), **without_logits, use_cache=False)
 
     with ExitStack() as hooks:
         for module, observer in observers.items():

@@ -7,6 +7,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -14,11 +15,10 @@ import torch
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.gains import ClosedFormGains
-from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.batches import Batches
 from hf_qknorm.measure.predictions import output_error, predictions
 from hf_qknorm.model.attention import evaluating, every_norm, patched_layers
-from hf_qknorm.model.fold import folded_norms
-from hf_qknorm.model.fsdp import reshard
+from hf_qknorm.model.fold import is_exact
 from hf_qknorm.reports.records import Prediction
 
 logger = logging.getLogger(__name__)
@@ -59,39 +59,63 @@ def search_knee(
     """
     tried: dict[float, Prediction] = {}
 
+    def predict() -> Prediction:
+        own = predictions(gains.model, held_out, kept)[1]
+        assert own is not None, "`base` is the other one"
+        return own
+
     def cost_at(knee: float) -> float:
         if knee not in tried:
             gains.apply(knee)
-            tried[knee] = gains.ranks.broadcast(predictions(gains.model, held_out, kept)[1])
+            tried[knee] = predict()
         return cost(base, tried[knee])
 
-    limit = LIMIT if max_cost is None else max_cost
+    limit, largest = LIMIT if max_cost is None else max_cost, KNEES[-1]
     place = _place_of(limit, cost_at)
     if place == len(KNEES):
-        largest = KNEES[-1]
         least, seen = cost_at(largest), tried[largest]
         if not math.isfinite(least):
             raise ValueError(
                 f"the loss with a knee of {largest:.3g} is {seen.loss:g} (unpatched {base.loss:g}), expected finite "
                 "numbers: check the model's weights and dtype"
             )
+        gains.apply(largest)
+        remedy = _cheaper_cap(gains.model, limit, lambda: cost(base, predict()))
+        costs = f"the knee {largest:.3g} costs {least:.4f} nats (loss {seen.loss:.4f} over {base.loss:.4f}, KL "
+        costs += f"{seen.kl:.4f})"
         if max_cost is not None:
-            raise ValueError(
-                f"the knee {largest:.3g} costs {least:.4f} nats (loss {seen.loss:.4f} over {base.loss:.4f}, KL "
-                f"{seen.kl:.4f}), more than max_loss_increase={max_cost:g}. A higher or no cap costs less, as does a "
-                "norm on queries alone (q_norm); or raise max_loss_increase"
-            )
+            raise ValueError(f"{costs}, more than max_loss_increase={max_cost:g}. {remedy}; or raise max_loss_increase")
         place = _place_of(least + limit, cost_at)
         logger.warning(
-            "no knee costs less than %.4f nats: %.3g costs %.4f (loss %.4f over %.4f). Another part of the scheme "
-            "costs that much, such as its cap: a higher one or none costs less. The knee is set to %.3g, which adds "
-            "little",
-            limit, largest, least, seen.loss, base.loss, with_margin(KNEES[place]),
+            "no knee costs less than %.4f nats: %s, for another part of the scheme. %s. The knee is set to %.3g, which "
+            "adds little",
+            limit, costs, remedy, with_margin(KNEES[place]),
         )  # fmt: skip
     chosen = with_margin(KNEES[place])
     cost_at(chosen)
     gains.apply(chosen)
     return dict(sorted(tried.items()))
+
+
+def _cheaper_cap(model: Any, limit: float, cost_now: Callable[[], float]) -> str:
+    """The advice for a scheme that costs more than `limit` at any knee: the least cap, of four, that costs less."""
+    layers = patched_layers(model).values()
+    cap = next(iter(layers)).scheme.softcap
+    if cap is None:
+        return "A norm on queries alone (q_norm) costs less"
+    for wider in (*(cap * 2.0**i for i in range(1, 5)), None):
+        schemes = [(layer, layer.scheme) for layer in layers]
+        try:
+            for layer, scheme in schemes:
+                layer.scheme = replace(scheme, softcap=wider)
+            found = cost_now()
+        finally:
+            for layer, scheme in schemes:
+                layer.scheme = scheme
+        if found <= limit:
+            break
+    name = "no cap (softcap=None)" if wider is None else f"softcap={wider:g}"
+    return f"In place of the cap of {cap:g}, {name} costs {found:.4f}"
 
 
 def search_outputs(gains: ClosedFormGains, held_out: Batches) -> None:
@@ -104,7 +128,7 @@ def search_outputs(gains: ClosedFormGains, held_out: Batches) -> None:
     @cache
     def error_at(knee: float) -> float:
         gains.apply(knee)
-        return gains.ranks.broadcast(output_error(gains.model, held_out))
+        return output_error(gains.model, held_out)
 
     place = _place_of(OUTPUT_LIMIT, error_at)
     if place == len(KNEES):
@@ -145,15 +169,18 @@ def tried_knees(
 
 @contextmanager
 def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[None]:
-    """Restore a patched model's norms, and projections with folded norms, on exit; with `only_on_error` after errors.
+    """Restore all that a calibration changes on exit, or with `only_on_error` after an exception only.
 
-    The model is in eval mode for the duration.
+    That is a patched model's norms, and the projections that a calibration scales. The model is in eval mode for the
+    duration.
     """
-    reshard(model)
-    schemes = {name: layer.scheme for name, layer in patched_layers(model).items()}
-    norms, folded = every_norm(model), folded_norms(model)
-    numbers = [(norm, "eps", norm.eps) for norm in norms] + [(norm, "spread", norm.spread) for norm, _ in folded]
-    tensors = [x for norm in norms for x in (*norm.parameters(), norm.knee)] + [x for _, own in folded for x in own]
+    layers: list[Any] = [*patched_layers(model).values()]
+    schemes = [(layer, layer.scheme) for layer in layers]
+    eps = [(norm, norm.eps) for norm in every_norm(model)]
+    tensors = [x for norm in every_norm(model) for x in (*norm.parameters(), norm.knee)]
+    scaled = [] if is_exact(model) else [layer for layer in layers if layer.removed_norm]
+    spreads: list[tuple[Any, float]] = [(norm, norm.spread) for layer in scaled for norm in layer.removed_norm]
+    tensors += [layer.get_submodule(part).weight for layer in scaled for part in layer.family.style.weights]
     values = [(x, x.detach().clone()) for x in tensors]
     restore = True
     with evaluating(model):
@@ -162,12 +189,13 @@ def restored_attention(model: Any, *, only_on_error: bool = False) -> Iterator[N
             restore = not only_on_error
         finally:
             if restore:
-                reshard(model)
-                for name, layer in patched_layers(model).items():
-                    layer.scheme = schemes[name]
-                    layer.config.set_scheme(schemes[name])
-                for norm, name, before in numbers:
-                    setattr(norm, name, before)
+                for layer, scheme in schemes:
+                    layer.scheme = scheme
+                    layer.config.set_scheme(scheme)
+                for norm, before in eps:
+                    norm.eps = before
+                for norm, before in spreads:
+                    norm.spread = before
                 with torch.no_grad():
-                    for parameter, value in values:
-                        parameter.copy_(value)
+                    for x, value in values:
+                        x.copy_(value)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate
-from hf_qknorm.calibration.checks import check_inputs, predicts_masked
+from hf_qknorm.calibration.checks import check_inputs
 from hf_qknorm.calibration.options import Knee, exported_eps, resolve_method
 from hf_qknorm.checkpoint import (
     Source,
@@ -32,9 +32,9 @@ from hf_qknorm.files.formatting import format_bytes
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import CONFIG, REPORT, check_inside, other_files, weight_files
 from hf_qknorm.files.paths import check_folder, check_space, user_path
-from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.batches import Batches, check_batches
 from hf_qknorm.measure.predictions import require_causal
-from hf_qknorm.measure.text import as_batches, check_batches, check_text, sequence_length
+from hf_qknorm.measure.text import as_batches, check_text, names_a_path, sequence_length
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.fold import is_exact
@@ -99,8 +99,7 @@ def convert_checkpoint(
         _check_no_calibration(method=method, length=length, max_tokens=max_tokens, **chosen)
     else:
         resolve_method(scheme, method, **chosen)  # raises for wrong arguments
-        if isinstance(data, str | Path):
-            check_text(str(data))
+        check_text(data)
     if max_memory is not None:
         memory_limits(max_memory)
     destination = user_path(dst, "dst")
@@ -113,7 +112,7 @@ def convert_checkpoint(
     check()
     plan, size = _plan(source, destination, scheme)
     if dry_run:
-        if isinstance(data, str | Path):  # an iterator would be used up
+        if names_a_path(data):  # an iterator would be used up
             _batches(source, data, length, TRIED_TOKENS)
         print(plan)  # noqa: T201
         return None
@@ -248,8 +247,7 @@ def _batches(source: Source, data: Any, length: int | None, max_tokens: int) -> 
     with torch.device("meta"):
         model = source.model_class(copy.deepcopy(source.config))
     cut = {"batch": SEQUENCES, "length": sequence_length(source.config, length), "max_tokens": max_tokens}
-    labels = predicts_masked(model)
-    batches = list(as_batches(data, partial(load_tokenizer, source.folder), labels=labels, **cut))
+    batches = as_batches(model, data, partial(load_tokenizer, source.folder), **cut)
     check_batches(batches, source.config)
     check_inputs(model, batches)
     return batches

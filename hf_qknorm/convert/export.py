@@ -20,9 +20,9 @@ from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.families.counterparts import counterpart, settings
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.paths import check_folder, user_path
-from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.batches import Batches, check_batches, count_tokens
 from hf_qknorm.measure.predictions import loss_of, require_causal
-from hf_qknorm.measure.text import batches_for, check_batches, check_text
+from hf_qknorm.measure.text import batches_for, check_text
 from hf_qknorm.model.attention import QKNormAttention, every_norm, head_norms, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.knees import knee_of, set_knee
@@ -128,7 +128,7 @@ def export_native(
         with quiet_transformers():
             model.save_pretrained(out)
         copy_files(source, out, card=False)  # the card is of the old model
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    tokens = count_tokens(batches)
     return NativeExport(folder, destination, type(model).__name__, scaled, losses, tokens)
 
 

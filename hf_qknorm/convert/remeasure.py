@@ -13,10 +13,12 @@ from hf_qknorm.convert.card import has_tokenizer
 from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.measure import text
-from hf_qknorm.measure.distributed import gather_batches, ranks_of, unwrap
+from hf_qknorm.measure.batches import check_batches, count_tokens, longest_sequence
+from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, layer_reports, require_causal
+from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
@@ -41,21 +43,21 @@ def remeasure(
     Raises ValueError for a model that is not patched or has bidirectional attention, and for data with fewer than 16
     tokens to predict.
     """
-    ranks, bare = ranks_of(model), unwrap(model)
+    require_whole(model)
+    bare = unwrap_peft(model)
     if not isinstance(bare, QKNormModel):
         raise ValueError(f"{type(bare).__name__} is not patched: call patch_model(model, scheme) first")
     require_causal(bare.config)
     batches = text.batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
-    batches = gather_batches(batches, max_tokens, ranks)
-    text.check_batches(batches, bare.config)
+    check_batches(batches, bare.config)
     cap = bare.config.attn_logit_softcapping or CAP
     training = bare.training
     bare.eval()
     try:
-        found = evaluate(bare, batches, cap, ranks, compared=False)
+        found = evaluate(bare, batches, cap, compared=False)
     finally:
         bare.train(training)
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
+    tokens = count_tokens(batches)
     report = Calibration(
         method=MEASURED,
         tokens=tokens,
@@ -68,12 +70,11 @@ def remeasure(
         judged=tokens,
         base_model=(record_of(bare) or {}).get("base_model"),
         dataset=hub_name(data) if isinstance(data, str) else None,
-        length=text.longest_sequence(batches),
+        length=longest_sequence(batches),
         context=text.context_length(bare.config),
         knee=min(knee_of(bare), NO_NORM),
         sharpness=sharpness_of(bare),
     )
-    report = ranks.broadcast(report)
     set_record(bare, report.to_dict())
     return report
 

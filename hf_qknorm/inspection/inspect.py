@@ -19,12 +19,12 @@ from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials
 from hf_qknorm.measure import text
+from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
 from hf_qknorm.measure.bounds import largest_gains, logit_bounds, worst_bound
-from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
-from hf_qknorm.measure.regroup import divided
 from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
@@ -61,9 +61,10 @@ def inspect_model(
     """
     if cap is not None:
         check_positive(cap, "cap")
+    require_whole(model)
     require_causal(model.config)
     batches = text.batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
-    text.check_batches(batches, model.config)
+    check_batches(batches, model.config)
     names = model.name_or_path or type(model).__name__, model.config.model_type
     unpatched = not isinstance(model, QKNormModel)
     with _evaluating(model):
@@ -118,8 +119,8 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
     bounds, gains = logit_bounds(model), largest_gains(model)
     return Inspection(
         *names,
-        tokens=sum(batch["input_ids"].numel() for batch in batches),
-        length=text.longest_sequence(batches),
+        tokens=count_tokens(batches),
+        length=longest_sequence(batches),
         context=text.context_length(model.config),
         cap=cap,
         layers={

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from hf_qknorm.attend.watched import watch
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.logits import call_to_measure, measure
+from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.measure.watchable import block_outputs, watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, head_norms
 from hf_qknorm.model.knees import beyond_knee
@@ -116,68 +113,6 @@ def watched_layers(
         for undo in passes.observe(model, watchers):
             stack.callback(undo)
         yield collected
-
-
-class PassFilter:
-    """The forward passes to watch, of all models or of the ones that `selects`, and the padding in their arguments.
-
-    Models may call others: a pass starts and finishes with the outermost model. Gradient checkpointing recomputes
-    layers in the backward pass, outside of any forward pass of a model.
-    """
-
-    def __init__(self, selects: Callable[[nn.Module], bool] | None = None) -> None:
-        self.selects = selects
-        self.watching = False
-        self.masks: dict[nn.Module, list[Tensor | None]] = {}  # of nested models: their own, and their encoder's
-
-    def observe(self, model: nn.Module, observers: Mapping[str, Any]) -> list[Callable[[], Any]]:
-        """Add observers to the layers of these names, and hook all transformers models.
-
-        Returns the calls that undo this. Pickles and copies of the model hold them.
-        """
-        undo: list[Callable[[], Any]] = [partial(setattr, self, "watching", False)]  # others may still call these
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                undo.append(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
-                undo.append(module.register_forward_hook(self.leave, always_call=True).remove)
-        for name, observer in observers.items():
-            layer: Any = model.get_submodule(name)
-            layer.observers += (observer,)
-            undo += [partial(_remove_observer, layer, observer), watch(layer)]
-        return undo
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if module in self.masks:  # KeyboardInterrupt ended its last pass, without a call of `leave`
-            self.masks.clear()
-        if not self.masks:
-            self.watching = self.selects is None or self.selects(module)
-        if args and kwargs.get("attention_mask") is None:
-            kwargs = kwargs | inspect.signature(type(module).forward).bind_partial(module, *args).arguments
-        masks = (kwargs.get(name) for name in ("attention_mask", "encoder_attention_mask"))
-        # a mask of four dimensions holds the visible keys, not the padding
-        self.masks[module] = [x.detach() if isinstance(x, Tensor) and x.dim() == 2 else None for x in masks]
-
-    def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.masks.pop(module, None)
-        if not self.masks:
-            self.watching = False
-
-    def real(self, rows: int | None, length: int, device: torch.device, encoder: bool = False) -> Tensor | None:
-        """Which of the last `length` tokens of the first `rows` sequences are not padding, `[B, T]`; None for all.
-
-        Tokens in front of the mask, such as those of an image, are none. With `encoder` they are the encoder's.
-        """
-        mask = next(reversed(self.masks.values()))[encoder] if self.masks else None
-        if mask is None or (encoder and mask.shape[1] != length):
-            return None
-        front = max(length - mask.shape[1], 0)
-        real = nn.functional.pad(mask[:rows, -length:].to(device).bool(), (front, 0), value=True)
-        return None if bool(real.all()) else real
-
-
-def _remove_observer(layer: QKNormAttention, observer: Any) -> None:
-    if left := tuple(other for other in vars(layer).pop("observers", ()) if other != observer):  # none once unpatched
-        layer.observers = left
 
 
 class _Watcher:

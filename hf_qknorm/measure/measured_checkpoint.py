@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_qknorm.checkpoint import Source, load_causal, load_tokenizer
 from hf_qknorm.measure import text
-from hf_qknorm.measure.distributed import Batches
+from hf_qknorm.measure.batches import Batches, check_batches
 from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.model.placement import placement
 
@@ -33,8 +33,7 @@ def loaded_with_text(
     require_causal(source.config)
     tokenizer = load_tokenizer(source.folder)
     ids = text.tokenize(tokenizer, text.load_text(texts, limit=text.CHARACTERS * tokens))[:tokens]
-    text.check_batches([{"input_ids": ids[None]}], source.config)
+    check_batches([{"input_ids": ids[None]}], source.config)
     with TemporaryDirectory(prefix="hf-qknorm-") as offload:
         model = load_causal(source, **placement(source.folder, None, Path(offload)))
-        row = {"input_ids": ids}
-        yield model, text.batches_for(model, [row], None, batch=SEQUENCES, length=length, max_tokens=tokens)
+        yield model, text.cut(ids, SEQUENCES, length)

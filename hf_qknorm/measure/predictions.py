@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.utils import ModelOutput
 
-from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.progress import progress_bar
+from hf_qknorm.measure.batches import IGNORED, Batches, is_bidirectional, is_real, model_inputs, targets
 from hf_qknorm.measure.bounds import logit_bounds
-from hf_qknorm.measure.distributed import ONE_PROCESS, Batches, Ranks, full_tensor
-from hf_qknorm.measure.logit_statistics import LogitStatistics, PassFilter, watched_layers
-from hf_qknorm.model.accelerate_hooks import input_device
+from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
+from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm
@@ -27,23 +27,20 @@ from hf_qknorm.reports.report import Calibration
 MOST_KEPT = 1_000_000_000
 
 
-def is_bidirectional(config: Any) -> bool:
-    """Whether a model with this config is known to have bidirectional attention."""
-    base_type = config.model_type.removeprefix(TYPE_PREFIX)
-    return base_type in FAMILIES and not FAMILIES[base_type].is_causal(config)
-
-
 def require_causal(config: Any) -> None:
     """Raise ValueError for a model with bidirectional attention, which next-token losses say nothing about."""
+    name = config.model_type.removeprefix(TYPE_PREFIX)
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"{name} is an encoder-decoder, and models with one stack of layers are measured here: patch it with "
+            "patch_model and train it, or take soft_cap, which needs no calibration"
+        )
     if is_bidirectional(config):
         remedy = "calibrate(model, batches) with labels of masked tokens calibrates it in memory"
-        if config.is_encoder_decoder:
-            remedy = "patch it with patch_model, and train it"
-        elif not hasattr(config, "vocab_size"):
+        if not hasattr(config, "vocab_size"):
             remedy = "calibrate(model, batches) of images calibrates an encoder of images in memory"
         raise ValueError(
-            f"{config.model_type.removeprefix(TYPE_PREFIX)} has bidirectional attention and predicts no next token, "
-            f"which is measured here: {remedy}"
+            f"{name} has bidirectional attention and predicts no next token, which is measured here: {remedy}"
         )
 
 
@@ -56,12 +53,10 @@ class Evaluation(NamedTuple):
     after: dict[str, LayerStatistics]
 
 
-def evaluate(
-    model: Any, batches: Batches, cap: float, ranks: Ranks = ONE_PROCESS, *, compared: bool = True
-) -> Evaluation:
+def evaluate(model: Any, batches: Batches, cap: float, *, compared: bool = True) -> Evaluation:
     """Evaluate a patched model unpatched and patched, with two forward passes per batch; or patched alone, with one.
 
-    Batches have "input_ids" `[B, T]` and, optionally, "attention_mask". Shares of large logits are relative to `cap`.
+    Shares of large logits are relative to `cap`.
     """
     now = False  # whether the pass is of the unpatched model
     unpatched, patched = PassFilter(lambda _: now), PassFilter(lambda _: not now)
@@ -72,9 +67,7 @@ def evaluate(
             now = is_unpatched
 
         base, own = _predictions(model, batches, watch, compared)
-    if not compared:
-        return Evaluation(None, own, {}, _plain_numbers(after, ranks))
-    return Evaluation(base, own, _plain_numbers(before, ranks), _plain_numbers(after, ranks))
+    return Evaluation(base if compared else None, own, _plain_numbers(before), _plain_numbers(after))
 
 
 def predictions(
@@ -94,14 +87,14 @@ def predictions(
 def output_error(model: Any, batches: Batches) -> float:
     """The relative error of a patched model's last hidden states: ‖patched − unpatched‖ / ‖unpatched‖, all tokens."""
     sums = torch.zeros(2, dtype=torch.float64)
+    taken = signature(model.base_model.forward).parameters
     for batch in batches:
-        inputs = {key: value.to(input_device(model)) for key, value in batch.items() if key != "labels"}
+        inputs = {name: x for name, x in model_inputs(model, batch).items() if name in taken or "kwargs" in taken}
         own = model.base_model(**inputs, use_cache=False).last_hidden_state
         with as_unpatched(model):
             base = model.base_model(**inputs, use_cache=False).last_hidden_state
-        mask = inputs.get("attention_mask")
-        real = slice(None) if mask is None else mask.bool().to(base.device)
-        parts = (own - base)[real], base[real]
+        real = is_real(batch).to(base.device) if "input_ids" in batch else slice(None)
+        parts = (own.to(base.device) - base)[real], base[real]
         sums += torch.stack([part.double().square().sum() for part in parts]).cpu()
     return float((sums[0] / sums[1]).sqrt())
 
@@ -124,12 +117,12 @@ def _predictions(
 ) -> tuple[Prediction, Prediction] | tuple[None, None]:
     """`predictions`, with a call of `watch(is_unpatched)` before each forward pass.
 
-    If not `compared`, the patched model stands for both. Padding neither predicts nor is predicted.
+    If not `compared`, the patched model stands for both.
     """
     predicts = model.get_output_embeddings() is not None
     sums = torch.zeros(6, dtype=torch.float64)
     for place, batch in enumerate(progress_bar(batches, desc="measure", unit="batch")):
-        inputs = {key: value.to(input_device(model)) for key, value in batch.items()}
+        inputs = model_inputs(model, batch)
         watch(False)
         base = own = model(**inputs, use_cache=False)
         if kept is not None and place < len(kept):
@@ -140,51 +133,40 @@ def _predictions(
                 base = model(**inputs, use_cache=False)
             if kept is not None and place == len(kept) and sum(x.logits.nbytes for x in (*kept, base)) <= MOST_KEPT:
                 kept.append(base)
-        if not predicts:
-            continue
-        real = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
-        labels = inputs.get("labels")
-        for row in range(len(real)):  # a whole batch's logits in fp32, twice, may be gigabytes
-            ids, masked = inputs["input_ids"][row], None if labels is None else labels[row]
-            sums += _row_sums(base.logits[row], own.logits[row], ids, real[row], masked)
+        if predicts:
+            wanted, real = targets(batch, model.config), is_real(batch)
+            for row in range(len(real)):  # a whole batch's logits in fp32, twice, may be gigabytes
+                sums += _row_sums(base.logits[row], own.logits[row], wanted[row], real[row])
     if not predicts:
         return None, None
-    base_nll, own_nll, targets, kl, same, tokens = sums.tolist()
-    if not targets:
+    base_nll, own_nll, predicted, kl, same, tokens = sums.tolist()
+    if not predicted:
         raise ValueError("no token of the data has a successor to predict: give longer sequences")
-    return Prediction(base_nll / targets), Prediction(own_nll / targets, max(kl / tokens, 0.0), same / tokens)
+    return Prediction(base_nll / predicted), Prediction(own_nll / predicted, max(kl / tokens, 0.0), same / tokens)
 
 
-def _row_sums(base: Tensor, own: Tensor, ids: Tensor, real: Tensor, labels: Tensor | None) -> Tensor:
-    """Of one sequence: the sums of both losses, targets, KL, agreements and tokens; logits `[T, V]`, `real` `[T]`.
-
-    With `labels` `[T]` a token predicts its own label, where that is not −100; without, the token after it.
-    """
-    ids, real = ids.to(base.device), real.to(base.device)
-    p, q = (F.log_softmax(x.float(), -1) for x in (base, own.to(base.device)))
-    if labels is None:
-        targets, wanted, places = real[:-1] & real[1:], ids[1:], slice(0, -1)
-    else:
-        wanted, places = labels.to(base.device), slice(None)
-        targets = wanted >= 0
-    chosen = wanted.clamp_min(0)[:, None]
-    base_nll, own_nll = (-x[places].gather(-1, chosen).squeeze(-1)[targets].sum() for x in (p, q))
+def _row_sums(base: Tensor, own: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
+    """Of one sequence: the sums of both losses, targets, KL, agreements and tokens; logits `[T, V]`, others `[T]`."""
+    wanted, real = wanted.to(base.device), real.to(base.device)
+    p = F.log_softmax(base.float(), -1)
+    q = p if own is base else F.log_softmax(own.to(base.device).float(), -1)
+    chosen, predicts = wanted.clamp_min(0)[:, None], wanted != IGNORED
+    base_nll, own_nll = (-x.gather(-1, chosen).squeeze(-1)[predicts].sum() for x in (p, q))
     kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)[real].sum()
     same = (p.argmax(-1) == q.argmax(-1))[real].sum()
-    return torch.stack([base_nll, own_nll, targets.sum(), kl, same, real.sum()]).double().cpu()
+    return torch.stack([base_nll, own_nll, predicts.sum(), kl, same, real.sum()]).double().cpu()
 
 
-def _plain_numbers(watched: Mapping[str, LogitStatistics], ranks: Ranks) -> dict[str, LayerStatistics]:
-    """The statistics of the heads of all ranks as plain numbers; None for what was not seen: NaN throughout."""
+def _plain_numbers(watched: Mapping[str, LogitStatistics]) -> dict[str, LayerStatistics]:
+    """The statistics as plain numbers; None for what was not seen: NaN throughout."""
     found = {}
     for name, statistics in watched.items():
         numbers: dict[str, Any] = {}
         for field in dataclasses.fields(LayerStatistics):
             values = getattr(statistics, field.name, None)
             if isinstance(values, Tensor):
-                plain = ranks.gather_heads(tuple(values.tolist())) if values.dim() else values.item()
                 unseen = field.default is None and bool(values.isnan().all())
-                numbers[field.name] = None if unseen else plain
+                numbers[field.name] = None if unseen else tuple(values.tolist()) if values.dim() else values.item()
         found[name] = LayerStatistics(**numbers)
     return found
 
@@ -206,7 +188,7 @@ def layer_reports(
 
 def _gain(norms: list[HeadNorm], heads: int) -> Numbers | None:
     """The root mean square of each head's gain, over its parts."""
-    known = [full_tensor(norm.weight.detach()).double() for norm in norms if norm.weight is not None]
+    known = [norm.weight.detach().double() for norm in norms if norm.weight is not None]
     if not known:
         return None
     rows = torch.cat([weight.expand(heads, -1) for weight in known], dim=-1)

@@ -109,13 +109,6 @@ def fold_pre_norms(model: nn.Module, keep: Callable[[Tensor], None]) -> None:
         layer.removed_norm = (FoldedNorm(eps, centred=NORMS[layer.family.norm].centred),)
 
 
-def folded_norms(model: nn.Module) -> list[tuple[FoldedNorm, list[Tensor]]]:
-    """Each folded norm that the model still holds, and the weights that it was folded into."""
-    layers = patched_layers(model).values()
-    pairs = [(norm, [part.weight for part in _projections(layer)]) for layer in layers for norm in layer.removed_norm]
-    return [(norm, weights) for norm, weights in pairs if isinstance(norm, FoldedNorm)]
-
-
 def is_exact(model: nn.Module) -> bool:
     """Whether a folded model's projections have no bias, so that dropping σ is exact."""
     layers = patched_layers(model).values()

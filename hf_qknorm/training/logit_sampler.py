@@ -13,7 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from hf_qknorm.measure.bounds import largest_gains, logit_bounds
 from hf_qknorm.measure.distributed import world_size
 from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights
-from hf_qknorm.measure.logit_statistics import LogitStatistics, PassFilter, watched_layers
+from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
+from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.reports.records import LayerStatistics

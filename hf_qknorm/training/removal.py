@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_qknorm.calibration.knees import restored_attention
-from hf_qknorm.measure.distributed import Batches, is_first_rank
+from hf_qknorm.measure.batches import Batches, check_batches, count_tokens
+from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.measure.predictions import loss_of
-from hf_qknorm.measure.text import batches_for, check_batches
+from hf_qknorm.measure.text import batches_for
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fsdp import fsdp_modules
 from hf_qknorm.model.knees import set_knee
@@ -81,8 +82,7 @@ def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
     before = loss_of(model, batches)
     set_knee(model, math.inf)
     after = loss_of(model, batches)
-    tokens = sum(batch["input_ids"].numel() for batch in batches)
-    change = f"from {before:.4f} to {after:.4f} ({after - before:+.4f} nats, {tokens:,} tokens)"
+    change = f"from {before:.4f} to {after:.4f} ({after - before:+.4f} nats, {count_tokens(batches):,} tokens)"
     if limit is not None and not after - before <= limit:
         raise ValueError(
             f"without its norms the model's loss goes {change}, more than max_loss_increase={limit:g}. Train on with "

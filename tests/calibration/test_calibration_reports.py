@@ -9,9 +9,9 @@ import pytest
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.calibrate import HELD_OUT
 from hf_qknorm.families import FAMILIES
+from hf_qknorm.measure.batches import divided
 from hf_qknorm.measure.bounds import logit_bound
 from hf_qknorm.measure.predictions import evaluate
-from hf_qknorm.measure.regroup import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.small_model import byte_tokenizer
@@ -37,22 +37,18 @@ def test_json_round_trip(family, tmp_path):
 def test_reports_name_hub_repositories_and_no_local_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "corpus.txt").write_text("a line of text " * 100)
-    monkeypatch.setattr("hf_qknorm.measure.text._dataset_texts", lambda name: iter(["some text " * 100]))
     model = patch_model(tiny_model("llama", vocab_size=300), "qk_norm")
     tokenizer = byte_tokenizer()
 
-    def names(data: object) -> tuple[str | None, str | None]:
-        report = calibrate(model, data, method="ones", tokenizer=tokenizer, max_tokens=256)
-        return report.base_model, report.dataset
+    def base() -> str | None:
+        return calibrate(model, "corpus.txt", method="ones", tokenizer=tokenizer, max_tokens=256).base_model
 
-    assert names("owner/corpus") == (None, "owner/corpus")
-    assert names("corpus.txt") == names(str(tmp_path / "corpus.txt")) == names(["text " * 50]) == (None, None)
     model.name_or_path = "owner/llama"  # not loaded from the Hub: it may be the name of a local folder
-    assert names("corpus.txt") == (None, None)
+    assert base() is None
     model.config._commit_hash = "0" * 40
-    assert names("corpus.txt") == ("owner/llama", None)
+    assert base() == "owner/llama"
     model.name_or_path = str(tmp_path)
-    assert names("corpus.txt") == (None, None)
+    assert base() is None
 
 
 def test_reports_count_the_tokens_of_the_evaluation():
@@ -111,11 +107,10 @@ def test_without_a_language_modelling_head_there_are_no_predictions():
     model = patch_model(tiny_model("llama").base_model, "qk_norm")
     report = calibrate(model, [tokens(2, 20)], method="moments")
     assert (report.base, report.ones, report.chosen, report.loss, report.kl, report.kept) == (None,) * 6
-    change = f"hidden states change by {report.output_error:.2%}"
-    assert (
-        str(report)
-        == f"moments: gains from 40 tokens; {change}; |logit| ≤ {report.bound:.1f} for any input, up to rounding"
+    end = (
+        f"hidden states change by {report.output_error:.2%}; |logit| ≤ {report.bound:.1f} for any input, up to rounding"
     )
+    assert str(report) == f"moments: gains from 40 tokens; {end}"
     assert "perplexity" not in report.table()
     assert "layers.0.self_attn" in report.table()
     assert Calibration.from_dict(report.to_dict()) == report

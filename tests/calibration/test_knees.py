@@ -1,32 +1,16 @@
-"""Gains for every knee from one pass, and the search for the smallest knee that keeps the predictions."""
+"""The search for the smallest knee that keeps the predictions, and fixed knees."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 
 from hf_qknorm import Scheme, calibrate, patch_model
-from hf_qknorm.calibration import knees
 from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms
-from hf_qknorm.calibration.knees import (
-    KNEES,
-    LIMIT,
-    OUTPUT_LIMIT,
-    SHARPNESS,
-    search_knee,
-    search_outputs,
-    tried_knees,
-    with_margin,
-)
-from hf_qknorm.measure.distributed import ONE_PROCESS
-from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, cost, tried_knees, with_margin
 from hf_qknorm.model.knees import knee_of, sharpness_of
-from hf_qknorm.reports.records import Prediction
-from qknorm_tests.covering import covering
 from qknorm_tests.tables import norm_inputs
 from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
@@ -75,47 +59,17 @@ def test_the_default_takes_about_two_forward_passes_over_a_long_text(count):
     assert sum(sequences) <= 2.2 * 8 * count
 
 
-class Recorded:
-    """A stand-in for `ClosedFormGains`: records the knees, and predicts by a function of the knee."""
-
-    model, ranks = None, ONE_PROCESS
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, predicted: Callable[[float], Prediction]) -> None:
-        self.tried: list[float] = []
-        monkeypatch.setattr(knees, "predictions", lambda *_: (BASE, predicted(self.tried[-1])))
-
-    def apply(self, knee: float) -> None:
-        self.tried.append(knee)
-
-
-BASE = Prediction(2.0)
-
-
-@pytest.mark.parametrize(("first", "most", "by"), covering(range(len(KNEES)), [None, 0.2], ["loss", "kl"], strength=1))
-def test_the_search_ends_above_the_smallest_knee_that_keeps_loss_and_predictions(first, most, by, monkeypatch):
-    limit = LIMIT if most is None else most
-    costs = {knee: limit * (0.9 if i >= first else 1.1) for i, knee in enumerate(KNEES)}
-
-    def predicted(knee: float) -> Prediction:
-        return Prediction(2.0 + costs[knee]) if by == "loss" else Prediction(1.9, kl=costs[knee])
-
-    found = Recorded(monkeypatch, predicted)
-    tried = search_knee(found, [], BASE, most, [])
-    chosen = with_margin(KNEES[first])
-    assert found.tried[-1] == chosen
-    assert tried[KNEES[first]] == predicted(KNEES[first])
-    assert tried[chosen] == predicted(chosen)
-    assert len(tried) <= 5
-    assert [*tried] == sorted(tried)
-
-
-@pytest.mark.parametrize("first", [0, 3, len(KNEES) - 1])
-def test_the_search_by_outputs_ends_above_the_smallest_knee_that_keeps_them(first, monkeypatch):
-    found = Recorded(monkeypatch, lambda knee: BASE)
-    error = {knee: OUTPUT_LIMIT * (1 if i >= first else 1.1) for i, knee in enumerate(KNEES)}
-    monkeypatch.setattr(knees, "output_error", lambda *_: error[found.tried[-1]])
-    search_outputs(found, [])
-    assert found.tried[-1] == with_margin(KNEES[first])
+@pytest.mark.parametrize("most", [None, 1e-5, 0.002, 0.2])
+def test_the_search_ends_above_the_smallest_knee_that_keeps_loss_and_predictions(most):
+    model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
+    report = calibrate(model, batches(9), max_loss_increase=most)
+    costs = {knee: cost(report.base, prediction) for knee, prediction in report.knees.items()}
+    least = min(knee for knee in costs if costs[knee] <= (LIMIT if most is None else most))
+    assert report.knee == pytest.approx(with_margin(least), rel=0.1)
+    assert all(costs[knee] > costs[least] for knee in costs if knee < least)
+    assert least == 0 or KNEES[KNEES.index(least) - 1] in costs
+    assert len(costs) <= 5
+    assert [*costs] == sorted(costs)
 
 
 def test_the_margin_is_the_next_knee():
@@ -128,8 +82,7 @@ def test_the_margin_is_the_next_knee():
 def test_a_search_sets_sharp_norms_that_keep_the_mean_length(own):
     scheme = Scheme(q="rms", k="lp", p=3.0, gain="per_head", bias=True)
     model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
-    data = batches(12)
-    report = calibrate(model, data, max_loss_increase=1e-3, sharpness=own)
+    report = calibrate(model, batches(12), max_loss_increase=1e-3, sharpness=own)
     assert report.scheme == model.config.scheme
     assert report.knee == knee_of(model) >= 0.9
     assert report.sharpness == sharpness_of(model) == (own or SHARPNESS)
@@ -143,43 +96,78 @@ def test_a_search_sets_sharp_norms_that_keep_the_mean_length(own):
         torch.testing.assert_close(norm(x[:, None].expand(-1, len(norm.weight), -1))[:, 0], x, rtol=1e-5, atol=0)
 
 
-def test_if_all_knees_cost_too_much_the_smallest_near_the_lowest_cost_is_set(monkeypatch, caplog):
-    found = Recorded(monkeypatch, lambda knee: Prediction(2.3 + 0.004 / (1 + knee), kl=0.1))
-    with caplog.at_level(logging.WARNING, logger="hf_qknorm"):
-        search_knee(found, [], BASE, None, [])
-    assert found.tried[-1] == 0
-    assert "no knee costs less than 0.0050 nats: 32 costs 0.3001 (loss 2.3001 over 2.0000)" in caplog.text
-    with pytest.raises(ValueError, match=r"the knee 32 costs 0.3001 nats .* more than max_loss_increase=0.01"):
-        search_knee(found, [], BASE, 0.01, [])
+def test_the_bias_of_a_sharp_layer_norm_is_the_mean_that_it_takes_off():
+    model = patch_model(tiny_model("llama"), Scheme(q="layer", k="layer", gain="per_head", bias=True))
+    data = batches(4)
+    calibrate(model, data, knee=4, sharpness=8)
+    for key, x in norm_inputs(model, data).items():
+        expected = x.mean((0, 2))[:, None].expand(-1, x.shape[2])
+        torch.testing.assert_close(named_norms(model)[key].bias.double(), expected, rtol=1e-4, atol=1e-6)
+
+
+def keyed(cap: float | None) -> torch.nn.Module:
+    """A patched model whose keys have a large bias that no query tells apart: large logits that mean little."""
+    model = tiny_model("qwen2", initializer_range=0.1)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.bias[:] = layer.self_attn.k_proj.bias[:] = 12.0
+    return patch_model(model, Scheme(q="auto", k="auto", softcap=cap))
+
+
+def test_a_cap_that_costs_too_much_is_named_with_one_that_costs_less(caplog):
+    assert not calibrate(keyed(None), batches(9)).loss > 10
+    assert "no knee costs less" not in caplog.text
+    model = keyed(10.0)
+    report = calibrate(model, batches(9))
+    assert report.scheme == model.config.scheme
+    assert all(layer.self_attn.scheme == report.scheme for layer in model.model.layers)
+    (message,) = (record.getMessage() for record in caplog.records if "no knee costs less" in record.getMessage())
+    assert "In place of the cap of 10, " in message
+    assert "costs 0.00" in message
+    with pytest.raises(ValueError, match=r"knee 32 costs .* than max_loss_increase=0.001. In place of the cap of 10"):
+        calibrate(model, batches(9), max_loss_increase=0.001)
 
 
 @pytest.mark.parametrize("start", [0.0, 2.0])
 def test_an_error_or_an_interrupt_restores_the_norms(start):
     model = patch_model(tiny_model("llama", initializer_range=0.3), Scheme(q="rms", k="layer"))
     calibrate(model, batches(3), "moments", knee=start)
+    assert_unchanged_after_failures(model, "auto")
+
+
+def test_an_error_or_an_interrupt_restores_projections_behind_folded_norms():
+    model = patch_model(tiny_model("gpt2", initializer_range=0.3), "qkv_norm")
+    assert_unchanged_after_failures(model, None)
+    x = tokens(1, 8)
+    before = model(x).logits
+    calibrate(model, batches(3))
+    assert not torch.equal(model(x).logits, before)
+    assert_unchanged_after_failures(model, None)
+
+
+def assert_unchanged_after_failures(model, knee):
+    """A calibration that a limit, an interrupt at any pass, or its report ends leaves the model as it was."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    scheme = model.config.scheme
-    with pytest.raises(ValueError, match="max_loss_increase=-1"):
-        calibrate(model, batches(9), knee="auto", max_loss_increase=-1)
-    with pytest.raises(ValueError, match="the loss rises by .* more than max_loss_increase=-1"):
-        calibrate(model, batches(9), knee=8, max_loss_increase=-1)
-    calls = []
+    scheme, attributes = model.config.scheme, {name: sorted(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match="more than max_loss_increase=-9"):
+        calibrate(model, batches(9), knee=knee, max_loss_increase=-9)
+    left = [1]
 
     def interrupt(*_: object) -> None:
-        calls.append(None)
-        if len(calls) == 12:
+        left[0] -= 1
+        if not left[0]:
             raise KeyboardInterrupt
 
     hook = model.register_forward_pre_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        calibrate(model, batches(9), knee="auto")
+    for place in (1, 4, 8, 12):
+        left[0] = place
+        with pytest.raises(KeyboardInterrupt):
+            calibrate(model, batches(9), knee=knee)
     hook.remove()
     assert model.config.scheme == scheme
-    assert all(layer.scheme == scheme for layer in patched_layers(model).values())
-    after = model.state_dict()
-    assert after.keys() == before.keys()
-    for name, value in before.items():
-        torch.testing.assert_close(after[name], value, rtol=1e-6, atol=0, msg=name)
+    assert all(layer.scheme == scheme for layer in model.modules() if hasattr(layer, "scheme"))
+    assert {name: sorted(vars(module)) for name, module in model.named_modules()} == attributes
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
 def test_trials_set_every_knee_and_leave_the_model_as_it_was():
@@ -200,42 +188,45 @@ def test_one_sequence_gives_the_gains_and_judges_them():
     model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
     data = [{"input_ids": tokens(1, 40)}]
     assert calibrate(model, data).knee
-    norms = named_norms(model)
-    powers = ClosedFormGains(model, data, dict.fromkeys(norms, 0.0), ()).powers
-    assert powers == pytest.approx({key: norm.mean_power() for key, norm in norms.items()}, rel=0.1)
-
-
-def test_the_knee_is_searched_only_without_method_and_knee():
-    def found(scheme, *arguments, **options):
-        model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
-        report = calibrate(model, batches(8), *arguments, **options)
-        assert report.knee == knee_of(model)
-        assert report.sharpness == (8 if report.knees else 1)
-        return round(report.knee, 0), bool(report.knees)
-
-    assert found("qk_norm")[1]
-    assert found("qk_norm", knee="auto")[1]
-    assert found("qk_norm", knee=0) == (0, False)
-    assert found("qk_norm", "moments") == (0, False)
-    assert found("qk_norm", "moments", knee=4) == (4, False)
-    assert found("qk_norm", "ones", knee=4) == (4, False)
-    assert found("qkv_norm") == (0, False)
-    assert found("soft_cap") == (0, False)
+    powers = expected_powers(model, data)
+    assert powers == pytest.approx({key: norm.mean_power() for key, norm in named_norms(model).items()}, rel=0.1)
 
 
 @pytest.mark.parametrize(
-    ("options", "error"),
+    ("scheme", "arguments", "options", "knee", "searched"),
     [
-        ({"knee": "best"}, "knee='best': expected a number ≥ 0, \"auto\", or None"),
-        ({"knee": -1}, "knee=-1: expected a number ≥ 0"),
-        ({"knee": math.nan}, "knee=nan: expected a number ≥ 0"),
-        ({"sharpness": 0.5}, "sharpness=0.5: expected a number ≥ 1"),
-        ({"method": "ones", "knee": "auto"}, 'name another method than "ones"'),
-        ({"max_loss_increase": math.inf}, "max_loss_increase=inf is no limit"),
+        ("qk_norm", (), {"knee": "auto"}, None, True),
+        ("qk_norm", (), {"knee": 0}, 0, False),
+        ("qk_norm", ("moments",), {}, 0, False),
+        ("qk_norm", ("moments",), {"knee": 4}, 4, False),
+        ("qk_norm", ("ones",), {"knee": 4}, 4, False),
+        ("qkv_norm", (), {}, 0, False),
+        ("soft_cap", (), {}, 0, False),
     ],
 )
-def test_impossible_knees_are_refused_by_name(options, error):
-    model = patch_model(tiny_model("llama"), "qk_norm")
+def test_the_knee_is_searched_only_without_method_and_knee(scheme, arguments, options, knee, searched):
+    model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
+    report = calibrate(model, batches(8), *arguments, **options)
+    assert report.knee == knee_of(model)
+    assert report.sharpness == (8 if searched else 1)
+    assert bool(report.knees) == searched
+    assert knee is None or report.knee == pytest.approx(knee, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options", "error"),
+    [
+        ("qk_norm", {"knee": "best"}, "knee='best': expected a number ≥ 0, \"auto\", or None"),
+        ("qk_norm", {"knee": -1}, "knee=-1: expected a number ≥ 0"),
+        ("qk_norm", {"knee": math.nan}, "knee=nan: expected a number ≥ 0"),
+        ("qk_norm", {"sharpness": 0.5}, "sharpness=0.5: expected a number ≥ 1"),
+        ("qk_norm", {"method": "ones", "knee": "auto"}, 'name another method than "ones"'),
+        ("qk_norm", {"max_loss_increase": math.inf}, "max_loss_increase=inf is no limit"),
+        ("qkv_norm", {"knee": 4}, "a norm with a knee keeps part of the scale"),
+    ],
+)
+def test_impossible_knees_are_refused_by_name(scheme, options, error):
+    model = patch_model(tiny_model("llama"), scheme)
     with pytest.raises(ValueError, match=error):
         calibrate(model, batches(2), **options)
 
@@ -250,8 +241,3 @@ def test_a_model_whose_loss_is_not_finite_is_refused():
         calibrate(model, batches(2))
     with pytest.raises(ValueError, match=r"the loss rises by nan nats \(nan to nan\), more than max_loss_increase=1"):
         calibrate(model, batches(2), knee=4, max_loss_increase=1)
-
-
-def test_schemes_without_a_knee_are_refused():
-    with pytest.raises(ValueError, match="a norm with a knee keeps part of the scale"):
-        calibrate(patch_model(tiny_model("llama"), "qkv_norm"), batches(2), knee=4)

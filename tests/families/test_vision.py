@@ -24,7 +24,7 @@ from hf_qknorm import (
     unpatch_model,
 )
 from hf_qknorm.calibration.calibrate import HELD_OUT
-from hf_qknorm.measure.regroup import divided
+from hf_qknorm.measure.batches import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.install import as_unpatched

@@ -156,6 +156,26 @@ def test_padding_on_either_side_does_not_count(backend):
                 torch.testing.assert_close(getattr(padded, field), getattr(alone, field), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("family", "backend"), [("llama", "hf_qknorm"), ("llama", "eager"), ("mistral", "sdpa"), ("gemma2", "hf_qknorm")]
+)
+def test_generation_has_the_same_statistics_with_any_cache(family, backend, side):
+    """Also with the masks that `generate` makes for a static one, which hold no padding of their own."""
+    model = patch_model(sharp_model(family), "none", attn_implementation=backend)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[0, slice(0, 5) if side == "left" else slice(-5, None)] = 0
+    settings = {"attention_mask": mask, "min_new_tokens": 2, "max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    found = {}
+    for cache in ("dynamic", "static"):
+        with logit_statistics(model) as found[cache]:
+            model.generate(tokens(2, 12), cache_implementation=cache, **settings)
+    for name, entry in found["dynamic"].items():
+        for field in ("rms_q", "rms_k", "rms_v", "rms_out", "max_logit", "entropy", "even", "over_half"):
+            got, expected = getattr(found["static"][name], field), getattr(entry, field)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", MODEL_TYPES)
 def test_shares_are_those_of_logits_before_the_cap(family):
     model = patch_model(sharp_model(family), "soft_cap", attn_implementation="hf_qknorm_eager")
