@@ -75,14 +75,6 @@ def test_inference_does_not_wait_for_the_compiler(loader: Loader) -> None:
     assert loader.calls == 1
 
 
-def test_a_library_that_is_there_is_loaded_at_once(loader: Loader, caplog: pytest.LogCaptureFixture) -> None:
-    build._library().parent.mkdir(parents=True)
-    build._library().touch()
-    assert build.why_not(wait=False) is None
-    assert loader.calls == 1
-    assert not caplog.records
-
-
 def test_traces_and_workers_do_not_compile(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(torch.compiler, "is_compiling", lambda: True)

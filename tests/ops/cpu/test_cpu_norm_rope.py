@@ -10,7 +10,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import patch_model
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.cpu import build, norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Rotary
@@ -210,24 +209,6 @@ def test_models_take_it_on_every_backend(scheme, backend, checkpointing, calls, 
         last = made(ids[:, 8:], **{CACHE: made(ids[:, :8])[CACHE]}).logits
     assert [q.shape[2] for q in calls] == [9, 9, 8, 8, 1, 1]
     torch.testing.assert_close(last[:, 0], got.logits[:, -1], atol=1e-5, rtol=1e-5)
-
-
-def test_models_without_norms_run_their_own_rope(calls):
-    for scheme in ("soft_cap", "none"):
-        step(model(scheme))
-    made = model("qk_norm")
-    with as_unpatched(made):
-        step(made)
-    assert not calls
-
-
-def test_hooks_of_norms_are_called(calls):
-    made, seen = model("qk_norm"), []
-    calls.clear()
-    made.model.layers[0].self_attn.q_norm.register_forward_hook(lambda *args: seen.append(args))
-    step(made)
-    assert len(seen) == 2
-    assert len(calls) == 2  # of the other layer
 
 
 def test_hooks_before_norms_see_their_inputs(calls):
