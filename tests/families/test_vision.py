@@ -10,14 +10,11 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from hf_qknorm import (
     FAMILIES,
     SCHEMES,
-    Scheme,
-    add_standalone,
     calibrate,
     inspect_model,
     patch_model,
@@ -28,7 +25,6 @@ from hf_qknorm.measure.regroup import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.install import as_unpatched
-from qknorm_tests.children import child
 from qknorm_tests.tables import assert_backends_agree, assert_identical, assert_near, fingerprint, randomise
 from qknorm_tests.tiny import tiny_config
 from qknorm_tests.vision_cases import CASES, IMAGES, MORE, auto_of, batches, made, out_of, seen, step, type_of
@@ -187,39 +183,3 @@ def test_a_masked_language_model_is_calibrated_on_its_masked_tokens():
     assert report.chosen.kl < report.ones.kl / 2
     assert calibrate(model, data).knee > 0  # it searches for a knee
     assert unpatched != fresh
-
-
-ALONE = """
-import sys
-sys.modules["hf_qknorm"] = None  # before anything that could import it
-import torch, transformers
-from safetensors.torch import load_file, save_file
-for argument in sys.argv[1:]:
-    folder, auto = argument.rsplit(":", 1)
-    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
-    assert type(model).__module__.startswith("transformers_modules")
-    with torch.no_grad():
-        result = model(**load_file(f"{folder}/batch.safetensors"))
-    found = {name: x.contiguous() for name, x in result.items() if isinstance(x, torch.Tensor)}
-    save_file(found, f"{folder}/alone.safetensors")
-"""
-
-
-@pytest.mark.costly
-def test_stand_alone_code_computes_what_the_package_does(pytestconfig, tmp_path):
-    few = {name: CASES[name] for name in ("bert", "vit")}
-    every = CASES | MORE if pytestconfig.getoption("--all-families") else few
-    cases = [case for case in every if every[case][1].startswith("Auto")]  # SigLIP's model of text has no Auto class
-    expected = {}
-    for case in cases:
-        model = randomise(patch_model(made(case), Scheme(q="rms", k="rms", softcap=5.0)))
-        model.save_pretrained(tmp_path / case)
-        add_standalone(tmp_path / case)
-        batch = batches(case)[-1]
-        save_file({name: x.contiguous() for name, x in batch.items()}, tmp_path / case / "batch.safetensors")
-        with torch.no_grad():
-            expected[case] = out_of(model(**batch))
-    child(ALONE, *(f"{tmp_path / case}:{every[case][1]}" for case in cases), home=tmp_path)
-    for case in cases:
-        found = load_file(tmp_path / case / "alone.safetensors")
-        assert_near(out_of(found), expected[case], TOLERANCE, case)

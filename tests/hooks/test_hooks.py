@@ -16,7 +16,6 @@ from hf_qknorm.hooks.install import after_import, wrap
 from hf_qknorm.hooks.table import HOOKS, install_hooks
 from qknorm_tests.children import child
 from qknorm_tests.pages import ROOT, text_of
-from qknorm_tests.slow import slow_but
 
 PAGE = text_of("hf_qknorm/hooks/README.md")
 ROWS = re.findall(r"^\| `([\w.]+)` \| (.+) \| (\S+) \| `(\w+)` in `([\w/.]+)` \|$", PAGE, re.MULTILINE)
@@ -44,16 +43,6 @@ for argument in sys.argv[1:]:
         sys.exit(run(*argument.split()))
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
-
-LEFT = """
-import hf_qknorm, peft, transformers
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-functions = [PretrainedConfig.__post_init__, PreTrainedModel.from_pretrained, peft.config.PeftConfigMixin.to_dict]
-print(sum(hasattr(function, "hf_qknorm_hook") for function in functions))
-print("qknorm_llama" in peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
-print("qknorm_llama" in transformers.CONFIG_MAPPING, "hf_qknorm" in AttentionInterface())
-"""
-PRINTED = [("0", "0\nFalse\nTrue True\n"), ("1", "3\nTrue\nTrue True\n")]
 
 
 def test_the_page_has_a_row_for_each_hook():
@@ -90,12 +79,6 @@ def test_a_hook_fits_the_library_that_is_installed(hook):
             value = getattr(value, part)
         if hook.wraps:
             assert value.hf_qknorm_hook is hook.function
-
-
-@pytest.mark.parametrize(("value", "left"), slow_but(PRINTED[:1], PRINTED))
-def test_the_variable_leaves_what_patched_models_need(value, left, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_QKNORM_HOOKS", value)
-    assert child(LEFT, home=tmp_path) == left
 
 
 def test_another_value_is_refused(monkeypatch):

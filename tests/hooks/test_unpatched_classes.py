@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ from hf_qknorm.model import derived
 from hf_qknorm.model.load_checks import UnpatchedClassError
 from hf_qknorm.standalone.notice import NOTICES
 from qknorm_tests.children import child
-from qknorm_tests.folders import edit, edit_config
+from qknorm_tests.folders import edit
 from qknorm_tests.tables import randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
 from qknorm_tests.tiny_towers import tiny_towers
@@ -68,17 +67,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return folder
 
 
-def as_first_version(folder: Path, copy: Path) -> Path:
-    """The checkpoint as version 0.1.0 wrote it, in which transformers alone finds no error."""
-    shutil.copytree(folder, copy)
-    return edit_config(copy, lambda config: [config.pop(name) for name in NOTICES])
-
-
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("first_version", [False, True], ids=["now", "0.1.0"])
-def test_with_the_package(way, first_version, folder, tmp_path):
-    if first_version:
-        folder = as_first_version(folder, tmp_path / "first")
+def test_with_the_package(way, folder):
     with pytest.raises(ValueError, match="is a patched checkpoint of model_type 'qknorm_llama', and Llama"):
         WAYS[way](folder)
 

@@ -60,7 +60,7 @@ OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
 CHANGED = {"doge", "moshi"}
 
 
-# Their input is more than tokens: tests/families/test_own_inputs.py runs over them
+# Their input is more than tokens: tests/families/test_other_inputs.py runs over them
 OWN_INPUTS = ("musicgen_decoder", "musicgen_melody_decoder")
 
 

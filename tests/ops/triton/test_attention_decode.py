@@ -206,13 +206,3 @@ def test_nan_reaches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def meta(*shape: int) -> Tensor:
     return torch.empty(shape, device="meta")
-
-
-def test_splits_fill_the_processors_with_enough_keys_each() -> None:
-    def splits(batch: int, heads_kv: int, keys: int, queries: int = 1) -> int:
-        return attention_decode.splits(meta(batch, 8, queries, 16), meta(batch, heads_kv, keys, 16))
-
-    assert [splits(1, 8, keys) for keys in (1, 255, 511, 512, 4096, 32768)] == [1, 1, 1, 2, 16, 33]
-    assert [splits(batch, 8, 32768) for batch in (2, 16, 64)] == [17, 3, 1]
-    assert splits(1, 1, 32768) == 128
-    assert [splits(1, 2, 32768, queries) for queries in (16, 17, 200)] == [128, 66, 11]
