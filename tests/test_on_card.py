@@ -1,4 +1,4 @@
-"""Tests of the kernels that need a GPU (graphs, streams, inductor), and others that run small in the interpreter."""
+"""The kernels in graphs, on streams, under inductor and in training: tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ from transformers import LlamaConfig, LlamaForCausalLM
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm import patch_model
 from hf_qknorm.ops import library
-from hf_qknorm.ops.triton import attention_decode
 from hf_qknorm.ops.types import Norm, Rotary
-from qknorm_tests import interpreter
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.norm_cases import knee_at
 from qknorm_tests.operator_calls import call
 from qknorm_tests.tables import TRIED, assert_identical, randomise
 
-interpreter.install()
-NATIVE = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if NATIVE else "cpu")
+DEVICE = torch.device("cuda")
 BRAIN = torch.bfloat16
-KERNELS = "hf_qknorm" if NATIVE else "hf_qknorm_triton"
-needs_gpu = pytest.mark.skipif(not NATIVE, reason="needs a GPU")
+KERNELS = "hf_qknorm"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 Tensors = dict[str, Tensor]
 
 
@@ -44,7 +40,7 @@ class Scale(NamedTuple):
     steps: int
 
 
-SCALE = Scale(2, (8, 2), 128, 1000, 4000, 512, 4, 40) if NATIVE else Scale(1, (4, 2), 16, 40, 300, 32, 1, 3)
+SCALE = Scale(2, (8, 2), 128, 1000, 4000, 512, 4, 40)
 
 
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = BRAIN) -> Tensor:
@@ -172,7 +168,6 @@ def test_a_rerun_gives_the_same_bits(name: str) -> None:
     assert_identical(run.compute(run.draw(1)), run.compute(run.draw(1)))
 
 
-@needs_gpu
 @pytest.mark.parametrize("name", RUNS)
 def test_a_graph_replay_equals_a_plain_call(name: str) -> None:
     run = RUNS[name]
@@ -201,7 +196,6 @@ def captured(compute: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tens
     return graph, results
 
 
-@needs_gpu
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "model"])  # cuBLAS computes its products
 def test_two_streams_do_not_interfere(name: str) -> None:
     run = RUNS[name]
@@ -222,7 +216,6 @@ def test_two_streams_do_not_interfere(name: str) -> None:
         assert_identical(got, wanted)
 
 
-@needs_gpu
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
 @pytest.mark.parametrize("dtype", [BRAIN, torch.float16, torch.float32])
 def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype) -> None:
@@ -241,39 +234,11 @@ def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype) -> None:
         assert_within_budget(x, exact[name], eager[name], name)
 
 
-def half(x: Tensors, i: int) -> Tensors:
-    """The i-th half of the heads of each tensor: along the first axis of gains, the second of batched tensors."""
-    shared = ("cos", "sin", "knee", "ranges")
-    return {name: part if name in shared else part.chunk(2, part.dim() // 4)[i] for name, part in x.items()}
-
-
-@pytest.mark.parametrize(("options", "copied"), [({"softcap": 50.0}, True), ({"window": 20}, False)])
-def test_each_of_two_devices_gets_its_half(options: dict[str, Any], copied: bool) -> None:
-    """As under tensor parallelism. Only gains' gradients, sums over rows, may be added in another order."""
-    x = draw_heads(3)
-    whole = attend(x, causal=True, **options)
-    for i in range(2):
-        own = {name: part.contiguous() if copied else part for name, part in half(x, i).items()}
-        got, wanted = attend(own, causal=True, **options), half(whole, i)
-        for gain in ("q_gain", "k_gain"):
-            torch.testing.assert_close(got.pop(gain), wanted.pop(gain))
-        assert_identical(got, wanted)
-
-
-def test_each_of_two_devices_gets_its_half_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of splits is fixed: for half of the heads it would double."""
-    monkeypatch.setattr(attention_decode, "splits", lambda q, k: 3)
-    x = draw_step(0)
-    whole = decode_step(x)
-    for i in range(2):
-        assert_identical(decode_step(half(x, i)), half(whole, i))
-
-
 def trained(backend: str, dtype: torch.dtype) -> Tensor:
     """The losses of a short run on texts that count up; bf16 under autocast, as in Trainer."""
     of = model.__wrapped__(2)
     of.set_attn_implementation(backend)
-    optimiser = torch.optim.AdamW(of.parameters(), lr=1e-3 if NATIVE else 1e-2)
+    optimiser = torch.optim.AdamW(of.parameters(), lr=1e-3)
     place, losses = torch.arange(min(SCALE.length, 256), device=DEVICE), []
     for step in range(SCALE.steps):
         start, stride = (torch.arange(2, device=DEVICE)[:, None] + shift for shift in (7 * step, 1))
@@ -291,5 +256,5 @@ def test_a_short_run_in_bf16_learns_as_eager_does() -> None:
     """At most twice as far from an fp32 run as eager's bf16 run."""
     control, eager = (trained("hf_qknorm_eager", dtype) for dtype in (torch.float32, BRAIN))
     got = trained(KERNELS, BRAIN)
-    assert control[-1] < (0.5 if NATIVE else 0.98) * control[0]
+    assert control[-1] < 0.5 * control[0]
     assert (got - control).norm() <= 2 * (eager - control).norm() + 1e-4 * control.norm()

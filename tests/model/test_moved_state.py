@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -136,28 +135,6 @@ def test_a_checkpoint_brings_the_knees_in_every_dtype(dtype: torch.dtype, tmp_pa
     loaded.float().save_pretrained(tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     assert [*map(Tensor.tolist, knees_of(again).values())] == [*map(Tensor.tolist, knees_of(source()).values())]
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_casts_and_copies_keep_the_knees(dtype: torch.dtype) -> None:
-    expected = source().to(dtype)
-    for model in (source().half().to(dtype), copy.deepcopy(expected), pickle.loads(pickle.dumps(expected))):
-        for name, knee in knees_of(model).items():
-            assert torch.equal(knee.float(), knees_of(source())[name])
-    assert_moved(copy.deepcopy(expected), expected)
-    assert_moved(pickle.loads(pickle.dumps(expected)), expected)
-
-
-@pytest.mark.parametrize("assign", [True, False])
-def test_a_model_of_the_meta_device_takes_the_knees(assign: bool) -> None:
-    config = copy.deepcopy(source().config)
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    model = model if assign else model.to_empty(device="cpu")
-    model.load_state_dict(source().state_dict(), assign=assign)
-    model.tie_weights()
-    model.model.rotary_emb = source().model.rotary_emb
-    assert_moved(model, source())
 
 
 def test_an_engine_that_builds_parameters_alone_on_the_meta_device(tmp_path: Path) -> None:

@@ -88,7 +88,6 @@ def padded(batch: int, queries: int, filled: int) -> Tensor:
     return torch.stack([start.expand(-1, queries), stop.expand(batch, -1)], -1).int()
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(
     ("dtype", "softcap", "padding"),
     [(BRAIN, 50.0, True), (HALF, 50.0, False), (HALF, None, True), (FULL, 50.0, True)][: 4 if NATIVE else 1],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
 from hf_qknorm.families.class_names import AUTO_CLASSES
@@ -157,23 +157,16 @@ def test_an_installed_package_is_used_instead(folders):
 
 NAMESAKES = {
     "a clone in the working directory": {"hf_qknorm/README.md": ""},
-    "another package": {"hf_qknorm/__init__.py": "answer = 42"},
     "another package with a model": {"hf_qknorm/__init__.py": "", "hf_qknorm/model.py": ""},
     "a version without such a model": {
         "hf_qknorm/__init__.py": "",
         "hf_qknorm/model/__init__.py": "",
         "hf_qknorm/model/derived.py": "",
     },
-    "a part that is missing": {
-        "hf_qknorm/__init__.py": "",
-        "hf_qknorm/model/__init__.py": "",
-        "hf_qknorm/model/derived.py": "import hf_qknorm.scheme",
-    },
     "a module that it needs is missing": {"hf_qknorm/__init__.py": "import no_such_module"},
     "a name that is missing": {"hf_qknorm/__init__.py": "from transformers import NoSuchModel"},
 }
 BROKEN = {
-    "a part that is missing": "ModuleNotFoundError: No module named 'hf_qknorm.scheme'",
     "a module that it needs is missing": "ModuleNotFoundError: No module named 'no_such_module'",
     "a name that is missing": "ImportError: cannot import name 'NoSuchModel' from 'transformers'",
 }
@@ -227,18 +220,6 @@ def test_every_save_of_a_marked_model_includes_the_code(tmp_path):
     assert set(mapped) == {"AutoConfig", *(name for name, names in AUTO_CLASSES.items() if "llama" in names)}
 
 
-def test_foreign_code_in_auto_map_is_replaced(tmp_path):
-    """The package's own code replaces the code that a foreign checkpoint's `auto_map` names."""
-    made("llama qk_norm_cap").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["auto_map"] = {"AutoConfig": "some/where--evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "again")
-    saved = json.loads((tmp_path / "again/config.json").read_text())
-    assert "evil" not in json.dumps(saved["auto_map"])
-    assert (tmp_path / "again" / CODE_FILE).read_text() == standalone_code("llama")
-
-
 @pytest.mark.parametrize(("standalone", "options"), [(True, {}), (False, {"standalone": False})])
 def test_a_conversion_carries_the_code_unless_told_otherwise(standalone, options, tmp_path):
     """Foreign code that the source's config names is never included."""
@@ -252,9 +233,7 @@ def test_a_conversion_carries_the_code_unless_told_otherwise(standalone, options
     assert "evil" not in json.dumps(saved)
 
 
-@pytest.mark.parametrize(
-    "content", ['{"model_type": "llama"}', '{"model_type": 3}', "[]", '{"model_type": "qknorm_rwkv"}']
-)
+@pytest.mark.parametrize("content", ['{"model_type": "llama"}', "[]", '{"model_type": "qknorm_rwkv"}'])
 def test_unpatched_checkpoints_are_refused(content, tmp_path):
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ValueError, match="config.json.*model_type"):
