@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from hf_qknorm import patch_model, set_knee
 from hf_qknorm.model.knees import knee_of
+from qknorm_tests.covering import covering
 from qknorm_tests.kneed import KNEE, SCHEMES, kneed, knees_of, logits, norms, plain, wrapped
 from qknorm_tests.tables import assert_near, fingerprint
 from qknorm_tests.tiny import tiny_model
@@ -20,8 +21,7 @@ from qknorm_tests.tiny import tiny_model
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
 
-@pytest.mark.parametrize("knee", [0.5, 20.0, math.inf])
-@pytest.mark.parametrize("case", SCHEMES)
+@pytest.mark.parametrize(("case", "knee"), covering(SCHEMES, [0.5, 20.0, math.inf], strength=1))
 def test_only_the_knee_changes_and_can_be_undone(case: str, knee: float) -> None:
     model = kneed(case)
     before, powers = model.state_dict(), [norm.mean_power() for norm in norms(model)]

@@ -72,7 +72,7 @@ def test_without_the_package_models_of_every_kind_compute_the_same(pytestconfig,
         assert_near(found, output, 1e-5, arguments[number])
 
 
-@pytest.mark.parametrize(("name", "marked"), zip(IMAGES, ["model", "folder"], strict=True))
+@pytest.mark.parametrize(("name", "marked"), [*zip(IMAGES, ["model", "folder"], strict=True)])
 def test_each_of_two_classifiers_of_one_auto_class_is_loaded(name, marked, tmp_path):
     """The other one would have a random classifier."""
     model = patch_model(getattr(transformers, name)(tiny_config("deit")), "qk_norm")

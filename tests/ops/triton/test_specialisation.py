@@ -28,9 +28,7 @@ def test_a_kernel_serves_every_length() -> None:
     )
     assert json.loads(run.stdout) == {
         "decode": STEP,
-        "decode, window": STEP,
         "train": TRAINING,
-        "train, window": TRAINING,
         "prefill": GRADIENTS | {"forward_kernel": 1, "split_kernel": 1, "combine_kernel": 1},
         "lengths of": KERNELS,
     }
