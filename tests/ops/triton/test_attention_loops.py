@@ -50,10 +50,10 @@ def two_groups(
 
 
 BOUNDS = [  # dtype, cap, sinks, knee, bounds of the two groups: a loop without a maximum, or with another tanh, and not
-    (BRAIN, None, False, None, (55.0, 120.0)),
-    (BRAIN, None, False, 4.0, (55.0, 120.0)),
+    (BRAIN, None, False, None, (55.0, 400.0)),
+    (BRAIN, None, False, 4.0, (55.0, 400.0)),
     (BRAIN, 50.0, False, None, (0.55, 2.0)),
-    (BRAIN, 100.0, False, 4.0, (0.55, 2.0)),
+    (BRAIN, 100.0, False, 4.0, (0.55, 9.0)),
     (HALF, 5.0, True, None, (0.55, 40.0)),
 ]
 
