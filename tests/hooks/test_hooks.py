@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from hf_qknorm.hooks.install import after_import, wrap
+from hf_qknorm.hooks.install import wrap
 from hf_qknorm.hooks.table import HOOKS, install_hooks
 from qknorm_tests.children import child
 from qknorm_tests.pages import ROOT, text_of
@@ -115,16 +114,3 @@ def test_a_function_is_wrapped_once_and_stays_of_its_kind(name):
     assert getattr(Library(), name)(3) == 3
     wrap(module, "Library.absent", doubled)
     assert not hasattr(module.Library, "absent")
-
-
-def test_an_action_follows_each_import(tmp_path, monkeypatch):
-    (tmp_path / "imported_later.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[Any] = []
-    for _ in range(2):
-        after_import("imported_later", seen.append)
-    assert not seen
-    module = importlib.import_module("imported_later")
-    importlib.reload(module)
-    del sys.modules["imported_later"]
-    assert seen == [module, module]

@@ -81,26 +81,6 @@ def test_an_exported_model_holds_its_knees():
     assert_near(program.module()(**batch).logits, model(**batch).logits, TOLERANCE)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@torch.no_grad()
-def test_torchscript_traces_a_patched_model():
-    """It reads every property of every module. The trace also serves another length."""
-
-    class Logits(torch.nn.Module):
-        def __init__(self, model: PreTrainedModel) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.model(ids, use_cache=False).logits
-
-    model = Logits(randomise(patch_model(sharp_model("llama"), "qk_norm_cap")).eval())
-    traced = torch.jit.trace(model, torch.arange(7)[None], check_trace=False)
-    for ids in (torch.arange(7)[None], torch.arange(11)[None] + 3):
-        assert_near(traced(ids), model(ids), TOLERANCE)
-
-
 @torch.no_grad()
 def test_padding_in_a_compiled_model():
     """A trace can't look where padding stands, and is the same for both sides; padding between tokens is refused."""
