@@ -1,4 +1,4 @@
-"""Tests of the kernels that need a GPU (graphs, streams, inductor), and others that run small in the interpreter."""
+"""The kernels in graphs, on streams, under inductor and in training: tests that need a GPU."""
 
 from __future__ import annotations
 
@@ -13,21 +13,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm import patch_model
-from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops import library
-from hf_qknorm.ops.triton import attention_decode
 from hf_qknorm.ops.types import Norm, Rotary
-from qknorm_tests import interpreter
 from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.norm_cases import knee_at
 from qknorm_tests.operator_calls import call
 from qknorm_tests.tables import TRIED, assert_identical, randomise
 
-interpreter.install()
-NATIVE = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if NATIVE else "cpu")
+DEVICE = torch.device("cuda")
 BRAIN = torch.bfloat16
-KERNELS = "hf_qknorm" if NATIVE else "hf_qknorm_triton"
-needs_gpu = pytest.mark.skipif(not NATIVE, reason="needs a GPU")
+KERNELS = "hf_qknorm"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 Tensors = dict[str, Tensor]
 
 
@@ -44,7 +40,7 @@ class Scale(NamedTuple):
     steps: int
 
 
-SCALE = Scale(2, (8, 2), 128, 1000, 4000, 512, 4, 40) if NATIVE else Scale(1, (4, 2), 16, 40, 300, 32, 1, 3)
+SCALE = Scale(2, (8, 2), 128, 1000, 4000, 512, 4, 40)
 
 
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype = BRAIN) -> Tensor:
@@ -78,7 +74,7 @@ def draw_heads(seed: int) -> Tensors:
         "k_gain": 1.5 + normal(generator, heads_kv, d) / 4,
         "cos": angle.cos(),
         "sin": angle.sin(),
-        "eps": torch.tensor(1.0 + seed, device=DEVICE),
+        "knee": knee_at(1.0 + seed),
         "ranges": left_padding(generator, t, t + 1),
     }
 
@@ -87,8 +83,8 @@ def attend(x: Tensors, *, knee: bool = False, **options: Any) -> Tensors:
     """Output and gradients of norm, RoPE and attention."""
     leaves = {name: x[name].detach().requires_grad_() for name in ("q", "k", "v", "q_gain", "k_gain")}
     q, k, v, q_gain, k_gain = leaves.values()
-    eps = x["eps"] if knee else 1e-6
-    norms = {"q_norm": Norm("rms", q_gain, eps=eps), "k_norm": Norm("rms", k_gain, eps=eps)}
+    shape = x["knee"] if knee else None
+    norms = {"q_norm": Norm("rms", q_gain, knee=shape), "k_norm": Norm("rms", k_gain, knee=shape)}
     ends = {**norms, "rotary": Rotary(x["cos"], x["sin"])}
     out = library.fused_attention(*call(q, k, v, **ends, **options))
     return {
@@ -166,21 +162,12 @@ RUNS = {
 }
 
 
-@needs_gpu
-def test_the_knee_moves_with_the_model() -> None:
-    """In a graph that is compiled before the first use, ε would be copied in each call."""
-    norms = [x for x in model(scheme="knee").modules() if isinstance(x, HeadNorm)]
-    assert norms
-    assert {x.eps.device.type for x in norms} == {DEVICE.type}
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_a_rerun_gives_the_same_bits(name: str) -> None:
     run = RUNS[name]
     assert_identical(run.compute(run.draw(1)), run.compute(run.draw(1)))
 
 
-@needs_gpu
 @pytest.mark.parametrize("name", RUNS)
 def test_a_graph_replay_equals_a_plain_call(name: str) -> None:
     run = RUNS[name]
@@ -209,7 +196,6 @@ def captured(compute: Callable[[], Tensors]) -> tuple[torch.cuda.CUDAGraph, Tens
     return graph, results
 
 
-@needs_gpu
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "model"])  # cuBLAS computes its products
 def test_two_streams_do_not_interfere(name: str) -> None:
     run = RUNS[name]
@@ -231,62 +217,28 @@ def test_two_streams_do_not_interfere(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # torch's own
-@pytest.mark.costly
-@pytest.mark.parametrize("scheme", ["knee"])
-@pytest.mark.parametrize("dtype", [BRAIN, torch.float16, torch.float32] if NATIVE else [BRAIN])
-def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype, scheme: str) -> None:
-    """Compiled as one graph, by inductor on a GPU, else traced only."""
+@pytest.mark.parametrize("dtype", [BRAIN, torch.float16, torch.float32])
+def test_the_compiled_model_keeps_the_budget(dtype: torch.dtype) -> None:
+    """Compiled as one graph by inductor."""
     torch.compiler.reset()
-    texts, of = draw_texts(0), model(1, scheme).to(dtype)  # the same rounded weights for all
+    texts, of = draw_texts(0), model(1, "knee").to(dtype)  # the same rounded weights for all
     found = []
     for backend, precision in (("hf_qknorm_eager", torch.float64), ("hf_qknorm_eager", dtype)):
         of.set_attn_implementation(backend)
         found.append(outcome(of.to(precision), texts))
     of.set_attn_implementation(KERNELS)
-    got = outcome(torch.compile(of, fullgraph=True, backend="inductor" if NATIVE else "aot_eager"), texts)
+    got = outcome(torch.compile(of, fullgraph=True), texts)
     got = {name.removeprefix("_orig_mod."): x for name, x in got.items()}
     exact, eager = found
     for name, x in got.items():
         assert_within_budget(x, exact[name], eager[name], name)
 
 
-def half(x: Tensors, i: int) -> Tensors:
-    """The i-th half of the heads of each tensor: along the first axis of gains, the second of batched tensors."""
-    shared = ("cos", "sin", "eps", "ranges")
-    return {name: part if name in shared else part.chunk(2, part.dim() // 4)[i] for name, part in x.items()}
-
-
-@pytest.mark.parametrize(
-    ("options", "copied"),
-    [({"softcap": 50.0}, False), ({"softcap": 50.0}, True), ({"window": 20}, False)],
-    ids=["cap-views", "cap-copies", "window-views"],
-)
-def test_each_of_two_devices_gets_its_half(options: dict[str, Any], copied: bool) -> None:
-    """As under tensor parallelism. Only gains' gradients, sums over rows, may be added in another order."""
-    x = draw_heads(3)
-    whole = attend(x, causal=True, **options)
-    for i in range(2):
-        own = {name: part.contiguous() if copied else part for name, part in half(x, i).items()}
-        got, wanted = attend(own, causal=True, **options), half(whole, i)
-        for gain in ("q_gain", "k_gain"):
-            torch.testing.assert_close(got.pop(gain), wanted.pop(gain))
-        assert_identical(got, wanted)
-
-
-def test_each_of_two_devices_gets_its_half_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The number of splits is fixed: for half of the heads it would double."""
-    monkeypatch.setattr(attention_decode, "splits", lambda q, k: 3)
-    x = draw_step(0)
-    whole = decode_step(x)
-    for i in range(2):
-        assert_identical(decode_step(half(x, i)), half(whole, i))
-
-
 def trained(backend: str, dtype: torch.dtype) -> Tensor:
     """The losses of a short run on texts that count up; bf16 under autocast, as in Trainer."""
     of = model.__wrapped__(2)
     of.set_attn_implementation(backend)
-    optimiser = torch.optim.AdamW(of.parameters(), lr=1e-3 if NATIVE else 1e-2)
+    optimiser = torch.optim.AdamW(of.parameters(), lr=1e-3)
     place, losses = torch.arange(min(SCALE.length, 256), device=DEVICE), []
     for step in range(SCALE.steps):
         start, stride = (torch.arange(2, device=DEVICE)[:, None] + shift for shift in (7 * step, 1))
@@ -304,5 +256,5 @@ def test_a_short_run_in_bf16_learns_as_eager_does() -> None:
     """At most twice as far from an fp32 run as eager's bf16 run."""
     control, eager = (trained("hf_qknorm_eager", dtype) for dtype in (torch.float32, BRAIN))
     got = trained(KERNELS, BRAIN)
-    assert control[-1] < (0.5 if NATIVE else 0.98) * control[0]
+    assert control[-1] < 0.5 * control[0]
     assert (got - control).norm() <= 2 * (eager - control).norm() + 1e-4 * control.norm()

@@ -67,7 +67,7 @@ def test_deepcopy_and_pickle(model_type, preset):
     assert len(patched_layers(model)) == 2
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 def test_a_pickle_loads_in_a_new_process(tmp_path):
     models = [randomise(patch_model(sharp_model(model_type), "soft_cap")) for model_type in ("gpt2", "llama")]
     batch = make_batch("left", labels=False)

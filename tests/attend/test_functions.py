@@ -10,18 +10,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.attend.calls import UNSUPPORTED
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.cpu import build
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import error
-from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import (
     BATCHES,
     LENGTH,
@@ -102,13 +99,19 @@ def test_backends_without_a_cap_agree(model_type, kind):
 
 @pytest.mark.parametrize(("model_type", "kind"), covering(["llama", "mistral", "gpt2", "qwen3"], BATCHES, strength=1))
 def test_models_without_a_patch_run_on_it(model_type, kind):
+    """Under autocast their RoPE gives queries and keys in fp32, beside values in bf16."""
     model, batch, found = sharp_model(model_type), make_batch(kind), {}
-    for backend in ("sdpa", "hf_qknorm"):
+    for backend in ("sdpa", "hf_qknorm", "hf_qknorm_tiled"):
         model.set_attn_implementation(backend)
         found[backend] = outcome(model, batch)
+        with torch.autocast("cpu", torch.bfloat16):
+            rounded = outcome(model, batch)
+        assert_near(rounded["logits"], found["sdpa"]["logits"], 0.05, backend)
+        assert all(x.isfinite().all() for x in rounded.values())
     for name, value in found["sdpa"].items():
-        if value.abs().max() > 1e-6:
-            assert_near(found["hf_qknorm"][name], value, TOLERANCE, name)
+        for backend in ("hf_qknorm", "hf_qknorm_tiled"):
+            if value.abs().max() > 1e-6:
+                assert_near(found[backend][name], value, TOLERANCE, name)
 
 
 @torch.no_grad()
@@ -143,12 +146,10 @@ def test_packed_rows_by_their_lengths(model):
         model(input_ids=rest, **{CACHE: cache}, **lengths)
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("ignore:.*(_compile flag|script_method):DeprecationWarning")  # torch's
-@pytest.mark.parametrize(
-    ("model_type", "cap"), slow_but([("mistral", 2.0)], [("llama", None), ("mistral", 2.0), ("gpt_neox", 2.0)])
-)
+@pytest.mark.parametrize(("model_type", "cap"), [("llama", None), ("mistral", 2.0)])
 @torch.no_grad()
 def test_flex_attention_agrees(model_type, cap):
     model = randomise(patch_model(sharp_model(model_type), Scheme(q="auto", k="auto", softcap=cap)))
@@ -203,8 +204,7 @@ def test_a_model_without_causality_is_bidirectional():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("shape", [(12, 12), (1, 12), (3, 12)])
-@pytest.mark.parametrize("backend", OWN)
+@pytest.mark.parametrize(("backend", "shape"), covering(OWN, [(12, 12), (1, 12), (3, 12)], strength=1), ids=str)
 def test_a_mask_of_integers_is_refused(backend, shape):
     """Ranges are integers too, in another shape."""
     model = capped_model("llama", "soft_cap")
@@ -236,24 +236,8 @@ def test_a_model_that_is_not_patched(model_type):
     assert_near(found[1], found[0], TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", OWN)
-@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize(("backend", "name"), covering(OWN, UNSUPPORTED, strength=1))
 def test_arguments_that_would_be_dropped_are_refused(backend, name):
     heads = torch.zeros(1, 2, 3, 16)
     with pytest.raises(ValueError, match=f"does not support the argument '{name}'"):
         REGISTERED[backend](torch.nn.Module(), heads, heads, heads, None, **{name: torch.zeros(1)})
-
-
-@torch.no_grad()
-def test_hooks_of_all_modules_reach_the_norms():
-    model, batch = capped_model("llama", "qk_norm_cap"), make_batch("plain", labels=False)
-    halved = register_module_forward_hook(lambda module, args, out: out / 2 if isinstance(module, HeadNorm) else None)
-    try:
-        found = []
-        for backend in ("hf_qknorm", "hf_qknorm_eager"):
-            model.set_attn_implementation(backend)
-            found.append(model(**batch).logits)
-    finally:
-        halved.remove()
-    assert_near(*found, TOLERANCE)
-    assert not torch.allclose(model(**batch).logits, found[0], atol=1e-2)

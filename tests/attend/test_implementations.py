@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.attend import implementations
 from hf_qknorm.attend.functions import REGISTERED
-from hf_qknorm.attend.implementations import CPP, IMPLEMENTATIONS, TILED, TRITON, choose
+from hf_qknorm.attend.implementations import CPP, IMPLEMENTATIONS, TRITON, choose
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import build
@@ -98,28 +98,6 @@ def test_without_a_compiler_tiled_runs_unless_the_cpp_kernels_are_demanded(monke
         chosen(Q, Q, Q)
 
 
-@pytest.mark.parametrize("case", ["inference", "gradients", "dropout", "by name"])
-def test_inference_alone_does_not_wait_for_the_compiler(case, monkeypatch):
-    """Under checkpointing a training step is computed twice, and both times must be the same implementation."""
-    waits: list[bool] = []
-    monkeypatch.setattr(build, "_overloads", {})
-    monkeypatch.setattr(build, "_why_not_loaded", lambda wait, traced: waits.append(wait))
-    monkeypatch.delenv(build.SWITCH, raising=False)
-    with torch.set_grad_enabled(case == "gradients"):
-        if case == "by name":
-            CPP.prepare()
-        else:
-            chosen(Q, Q, Q, dropout=0.5 if case == "dropout" else 0.0)
-    assert waits == [case != "inference"]
-
-
-def test_a_new_implementation_is_one_entry(monkeypatch):
-    """It comes first, and the reasons against implementations of other devices are not named."""
-    mine = TILED._replace(words="mine", name="hf_qknorm_mine")
-    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", (mine, *IMPLEMENTATIONS))
-    assert str(chosen(Q, Q, Q)) == "mine"
-
-
 @pytest.mark.usefixtures("gpu")
 def test_the_implementation_is_logged_once_and_not_in_a_trace(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "hf_qknorm")
@@ -164,6 +142,12 @@ def test_a_compiled_graph_with_symbols_has_the_cpp_operators(dropout):
         torch.manual_seed(0)
         torch.testing.assert_close(got, Attention()(q, dropout))
     assert graphs == [{build.name()}]
+    if not dropout:
+        q, found = torch.randn(1, 9, 2, 16).transpose(1, 2).requires_grad_(), []
+        for attention in (torch.compile(Attention(), fullgraph=True, backend="aot_eager"), Attention()):
+            out = attention(q)
+            found += [(out, torch.autograd.grad(out.sin().sum(), q))]
+        torch.testing.assert_close(*found)
 
 
 @pytest.fixture(scope="module")

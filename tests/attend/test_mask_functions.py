@@ -30,25 +30,6 @@ def wider_window(sliding_window: int) -> Any:
     return inner_mask
 
 
-def either(*mask_functions: Any) -> Any:
-    """transformers' `and_masks`, changed to a union."""
-
-    def and_mask(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
-        result = q_idx.new_zeros((), dtype=torch.bool)
-        for mask in mask_functions:
-            result = result | mask(batch_idx, head_idx, q_idx, kv_idx)
-        return result
-
-    return and_mask
-
-
-def renamed_window(size: int) -> Any:
-    def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> Any:
-        return kv_idx > q_idx - size
-
-    return inner_mask
-
-
 def as_transformers(function: Any, name: str) -> Any:
     """The function, or the functions that it makes, under the name of one of transformers'."""
 
@@ -68,8 +49,6 @@ def as_transformers(function: Any, name: str) -> Any:
         ("causal_mask_function", first_half, "causal", "left"),
         ("sliding_window_overlay", wider_window, "window", "none"),
         ("sliding_window_overlay", wider_window, "window", "left"),
-        ("sliding_window_overlay", renamed_window, "window", "left"),
-        ("and_masks", either, "window", "none"),
     ],
 )
 def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, kind, padding, monkeypatch, caplog):

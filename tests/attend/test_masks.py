@@ -46,8 +46,9 @@ def test_padded_batches_are_ranges(kind, padding, window):
     assert torch.equal(visible_keys(mask, expected, causal, window if "window" in kind else None), expected)
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "chunked"])
-@pytest.mark.parametrize("rows", [POSITIONS, POSITIONS[:1], POSITIONS + 5], ids=["each", "shared", "offset"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [("causal", POSITIONS), ("window", POSITIONS[:1]), ("chunked", POSITIONS + 5)], ids=str
+)
 def test_packed_positions_are_ranges(kind, rows):
     expected = transformers_own(kind, config(kind), 9, position_ids=rows)
     mask = create(kind, config(kind), 9, position_ids=rows)
@@ -130,8 +131,12 @@ def test_functions_of_the_users_own_are_ranges_where_they_can_be(own, padding, c
     assert torch.equal(mask, expected)
 
 
-@pytest.mark.parametrize("kind", ["causal", "window", "bidirectional", "bidirectional_window"])
-@pytest.mark.parametrize("given", ["padding", "positions", "cache"])
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    covering(
+        ["causal", "window", "bidirectional", "bidirectional_window"], ["padding", "positions", "cache"], strength=1
+    ),
+)
 def test_the_usual_masks_are_linear(kind, given):
     """No tensor has more than a few numbers a token: the closed forms match this version of transformers."""
     length, window = 4096, 100
@@ -165,8 +170,9 @@ def test_keys_may_be_fewer_than_those_of_the_mask(name):
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("patched", [True, False])
-@pytest.mark.parametrize("name", ["hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager"])
+@pytest.mark.parametrize(
+    ("name", "patched"), [("hf_qknorm", True), ("hf_qknorm_tiled", False), ("hf_qknorm_eager", True)]
+)
 def test_a_cache_that_checkpointing_takes_from_the_layers_is_an_error(name, patched):
     """Without its keys, the ranges would let each query see the tokens behind it."""
     model = sharp_model("llama")

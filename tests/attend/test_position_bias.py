@@ -10,6 +10,7 @@ import torch
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from qknorm_tests.covering import covering
 from qknorm_tests.tables import assert_near, sharp_model
 
 
@@ -21,9 +22,9 @@ BIAS_SHAPES = [(2, 4, 1, 9), (1, 1, 9, 9)]
 BIASED_MASKS = ("causal", "window", "both sides", "boolean", "additive", "ranges")
 
 
-@pytest.mark.parametrize("shape", BIAS_SHAPES, ids=str)
-@pytest.mark.parametrize("mask", BIASED_MASKS)
-@pytest.mark.parametrize("name", ["hf_qknorm", "hf_qknorm_eager"])
+@pytest.mark.parametrize(
+    ("mask", "name", "shape"), covering(BIASED_MASKS, ["hf_qknorm", "hf_qknorm_eager"], BIAS_SHAPES), ids=str
+)
 def test_a_position_bias_is_added_to_the_capped_logits(name, mask, shape):
     """In every form of mask, over the keys that it shows; a key that it hides stays hidden."""
     generator = torch.Generator().manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from hf_qknorm.hooks.install import after_import, wrap
+from hf_qknorm.hooks.install import wrap
 from hf_qknorm.hooks.table import HOOKS, install_hooks
 from qknorm_tests.children import child
 from qknorm_tests.pages import ROOT, text_of
-from qknorm_tests.slow import slow_but
 
 PAGE = text_of("hf_qknorm/hooks/README.md")
 ROWS = re.findall(r"^\| `([\w.]+)` \| (.+) \| (\S+) \| `(\w+)` in `([\w/.]+)` \|$", PAGE, re.MULTILINE)
@@ -44,16 +42,6 @@ for argument in sys.argv[1:]:
         sys.exit(run(*argument.split()))
     print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]), flush=True)
 """
-
-LEFT = """
-import hf_qknorm, peft, transformers
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
-functions = [PretrainedConfig.__post_init__, PreTrainedModel.from_pretrained, peft.config.PeftConfigMixin.to_dict]
-print(sum(hasattr(function, "hf_qknorm_hook") for function in functions))
-print("qknorm_llama" in peft.utils.constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING)
-print("qknorm_llama" in transformers.CONFIG_MAPPING, "hf_qknorm" in AttentionInterface())
-"""
-PRINTED = [("0", "0\nFalse\nTrue True\n"), ("1", "3\nTrue\nTrue True\n")]
 
 
 def test_the_page_has_a_row_for_each_hook():
@@ -92,12 +80,6 @@ def test_a_hook_fits_the_library_that_is_installed(hook):
             assert value.hf_qknorm_hook is hook.function
 
 
-@pytest.mark.parametrize(("value", "left"), slow_but(PRINTED[:1], PRINTED))
-def test_the_variable_leaves_what_patched_models_need(value, left, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_QKNORM_HOOKS", value)
-    assert child(LEFT, home=tmp_path) == left
-
-
 def test_another_value_is_refused(monkeypatch):
     monkeypatch.setenv("HF_QKNORM_HOOKS", "off")
     with pytest.raises(ValueError, match=r"^HF_QKNORM_HOOKS must be 1 \(all .* or 0 \(those .*, got 'off'$"):
@@ -132,16 +114,3 @@ def test_a_function_is_wrapped_once_and_stays_of_its_kind(name):
     assert getattr(Library(), name)(3) == 3
     wrap(module, "Library.absent", doubled)
     assert not hasattr(module.Library, "absent")
-
-
-def test_an_action_follows_each_import(tmp_path, monkeypatch):
-    (tmp_path / "imported_later.py").write_text("value = 1\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    seen: list[Any] = []
-    for _ in range(2):
-        after_import("imported_later", seen.append)
-    assert not seen
-    module = importlib.import_module("imported_later")
-    importlib.reload(module)
-    del sys.modules["imported_later"]
-    assert seen == [module, module]

@@ -70,6 +70,7 @@ def tasks(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_scores_are_those_of_the_package(tmp_path, tasks):
     model = tiny_model("llama", vocab_size=300, max_position_embeddings=256)
     save_with_tokenizer(randomise(model), tmp_path / "source")

@@ -19,6 +19,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.in_memory import InMemoryName
 from hf_qknorm.model.knees import knee_of
+from qknorm_tests.covering import covering
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tables import sharp_model
 
@@ -101,8 +102,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("source", ["folder", "memory"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "source"), covering(METHODS, ["folder", "memory"], strength=1))
 def test_one_step(method, source, unpatched, patched_folder, tmp_path):
     reward = {"auto": AutoModelForSequenceClassification, "num_labels": 1} if method == "Reward" else {}
     model = str(patched_folder) if source == "folder" else in_memory(unpatched, **reward)

@@ -19,7 +19,7 @@ from transformers import (
     QuantoConfig,
 )
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.model.norms import HeadNorm
@@ -168,3 +168,19 @@ def test_from_scratch(model_type, scheme):
     if not SAVED[scheme].pre_norm and FAMILIES[model_type].norm == "layer":
         return  # folding a LayerNorm centres weights, which a fresh model draws as they come
     assert torch.equal(model(**make_batch("left")).logits, expected(**make_batch("left")).logits)
+
+
+@torch.no_grad()
+def test_a_norm_whose_inputs_are_all_zero_is_calibrated_saved_and_loaded(tmp_path):
+    """The queries of dead heads have a mean square of 0."""
+    model = sharp_model("llama")
+    model.model.layers[0].self_attn.q_proj.weight.zero_()
+    batch = make_batch("plain", labels=False)
+    calibrate(patch_model(model, "qk_norm"), [batch] * 2, method="moments", knee=4.0)
+    expected = model(**batch).logits
+    assert expected.isfinite().all()
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(again(**batch).logits, expected)
+    again.model.layers[0].self_attn.q_proj.weight.normal_()
+    assert again(**batch).logits.isfinite().all()

@@ -11,14 +11,10 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
-from hf_qknorm import SCHEMES, Scheme, patch_model, set_knee
-from hf_qknorm.families.style import CACHE
-from qknorm_tests.slow import slow_but
-from qknorm_tests.tables import MODEL_TYPES, TRIED, applies, assert_near, make_batch, randomise, real, sharp_model
+from hf_qknorm import Scheme, patch_model, set_knee
+from qknorm_tests.tables import TRIED, assert_near, make_batch, randomise, real, sharp_model
 
-MODELS = [(t, "qk_norm_cap" if applies(t, SCHEMES["qk_norm_cap"]) else "soft_cap") for t in MODEL_TYPES]
-MODELS += [("llama", "none"), ("llama", "lp"), ("llama", "qkv_norm"), ("gpt2", "qkv_norm")]
-FEW = [("gpt2", "qkv_norm"), ("mixtral", "qk_norm_cap")]
+MODELS = [("gpt2", "qkv_norm"), ("gemma2", "soft_cap"), ("llama", "lp"), ("mixtral", "qk_norm_cap"), ("phi3", "none")]
 TOLERANCE = 1e-5
 
 
@@ -47,7 +43,8 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
             assert_near(actual[name], value, TOLERANCE, name)
 
 
-@pytest.mark.parametrize(("model_type", "preset"), slow_but(FEW, MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("model_type", "preset"), MODELS)
 def test_one_graph(model_type, preset):
     """In double precision: terms that cancel in a gradient are added up in another order."""
     layers = {"num_hidden_layers": 1} if model_type == "mixtral" else {}  # the trace of its experts takes long
@@ -84,32 +81,10 @@ def test_an_exported_model_holds_its_knees():
     assert_near(program.module()(**batch).logits, model(**batch).logits, TOLERANCE)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit.trace:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("preset", ["qk_norm", "qk_norm_cap"])
 @torch.no_grad()
-def test_torchscript_traces_a_patched_model(preset):
-    """It reads every property of every module. The trace also serves another length."""
-
-    class Logits(torch.nn.Module):
-        def __init__(self, model: PreTrainedModel) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.model(ids, use_cache=False).logits
-
-    model = Logits(randomise(patch_model(sharp_model("llama"), preset)).eval())
-    traced = torch.jit.trace(model, torch.arange(7)[None], check_trace=False)
-    for ids in (torch.arange(7)[None], torch.arange(11)[None] + 3):
-        assert_near(traced(ids), model(ids), TOLERANCE)
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "mistral"])
-@torch.no_grad()
-def test_padding_in_a_compiled_model(model_type):
+def test_padding_in_a_compiled_model():
     """A trace can't look where padding stands, and is the same for both sides; padding between tokens is refused."""
-    model = randomise(patch_model(sharp_model(model_type, num_hidden_layers=1), Scheme(softcap=2.0)))
+    model = randomise(patch_model(sharp_model("mistral", num_hidden_layers=1), Scheme(softcap=2.0)))
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     for kind in ("left", "right"):
         batch = make_batch(kind, labels=False)
@@ -118,21 +93,6 @@ def test_padding_in_a_compiled_model(model_type):
     batch["attention_mask"] = make_batch("left")["attention_mask"].roll(4, dims=1)
     with pytest.raises(RuntimeError, match="keys without a gap"):
         compiled(**batch, use_cache=False)
-
-
-@torch.no_grad()
-def test_a_compiled_step_after_a_right_padded_prompt_is_refused():
-    """Its padding is between the tokens of a row."""
-    model = randomise(patch_model(sharp_model("mistral", num_hidden_layers=1), Scheme(softcap=2.0)))
-    prompt = make_batch("right", labels=False)
-    step = {
-        "input_ids": torch.full((2, 1), 5),
-        "attention_mask": torch.nn.functional.pad(prompt["attention_mask"], (0, 1), value=1),
-        "position_ids": prompt["attention_mask"].sum(1, keepdim=True),
-    }
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="keys without a gap"):
-        compiled(**step, **{CACHE: model(**prompt)[CACHE]})
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import cycle
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from hf_qknorm import SCHEMES, Scheme, patch_model
-from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.style import FROM_5_24
 from qknorm_tests.covering import covering
 from qknorm_tests.slow import slow_but
@@ -93,25 +91,3 @@ def test_a_capped_layer_names_the_way_out() -> None:
     model = model_of("llama", "qk_norm_cap", None)
     with pytest.raises(ValueError, match="a paged cache .* call generate"):
         model(torch.tensor([PROMPTS[0]]), **{"block_table" if FROM_5_24 else "cache": object()})
-
-
-@pytest.mark.slow
-def test_no_type_ends_in_the_worker_thread() -> None:
-    """Each type generates the tokens of `generate`, or is refused, with one backend or the other."""
-    ran = []
-    for model_type, backend in zip(FAMILIES, cycle(["sdpa", "eager"]), strict=False):
-        scheme = "qk_norm" if applies(model_type, SCHEMES["qk_norm"]) else "none"
-        try:
-            model = model_of(model_type, scheme, backend)
-            expected = [model.generate(torch.tensor([x]), **GREEDY)[0, len(x) :].tolist() for x in PROMPTS]
-            model.init_continuous_batching(generation_config=GenerationConfig(**GREEDY))
-        except (ValueError, KeyError, AttributeError, RuntimeError):  # no language model, or not this backend
-            continue
-        try:
-            assert tokens_of(model) == expected, model_type
-        except AssertionError:  # transformers' own limit
-            with pytest.raises(AssertionError):
-                tokens_of(sharp_model(model_type))
-            continue
-        ran.append(model_type)
-    assert len(ran) > 60, ran

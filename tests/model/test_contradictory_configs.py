@@ -16,29 +16,24 @@ from qknorm_tests.folders import edit_config
 from qknorm_tests.tables import randomise, sharp_model
 from qknorm_tests.tiny import TINY
 
-LP = Scheme(q="lp", k="lp", p=3.0, gain="scalar", scale=0.7, softcap=5.0, eps=1e-3)
 PLAIN = Scheme(q="rms", k="rms", softcap=5.0)  # of the checkpoint that is edited
 
 # Edits of the config.json of a Llama with norms and a cap, and the message of the refusal.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "base_model_type": ({"base_model_type": "mistral"}, "'base_model_type' is no setting"),
     "scheme": ({"scheme": {"softcap": 3.0}}, "'scheme' is no setting"),
-    "a method": ({"set_scheme": 1}, "'set_scheme' is no setting"),
     "another family's model_type": ({"model_type": "qknorm_mistral"}, "LlamaForCausalLM.* does not fit model_type"),
     "another family's class": ({"architectures": ["QKNormMistralForCausalLM"]}, "MistralForCausalLM.* does not fit"),
     "a preset's name": ({"qk_norm": "qk_norm_cap"}, "expected a scheme's fields, for 'qk_norm_cap' .*'softcap': 50.0"),
-    "an unknown preset": ({"qk_norm": "qk_nrom"}, "'qk_nrom', expected a scheme's fields"),
     "no scheme": ({"qk_norm": None}, 'needs "qk_norm"'),
     "an edited cap": ({"attn_logit_softcapping": 4.0}, "attn_logit_softcapping=4.0 contradicts"),
     "a base cap": ({"qk_norm_base": {"attn_logit_softcapping": 9.0}}, '"qk_norm_base" is .*9.0.*, expected null'),
     "powers of an older version": ({"qk_norm_powers": None}, "has 'qk_norm_powers'.*written by a version before 1.0"),
-    "a blend of an older version": ({"qk_norm_blend": None}, "has 'qk_norm_blend'.*written by a version before 1.0"),
     "a knee of an older version": (
         {"qk_norm": {**PLAIN.to_dict(), "knee": 0.0}},
         "\"qk_norm\" has 'knee': it was written by a version before 1.0: convert it again",
     ),
     "cross-attention": ({"add_cross_attention": True}, "not supported with add_cross_attention=True"),
-    "hidden_size": ({"hidden_size": -64}, "config.json can't be used"),
     "no layers": ({"num_hidden_layers": 0}, "config.json: .* no layer has attention"),
     "no heads": ({"num_key_value_heads": 0}, "config.json can't be used"),
     "too many heads": ({"num_attention_heads": 2**62}, "config.json.*(num_attention_heads|attention heads)"),
@@ -46,7 +41,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a window of text": ({"sliding_window": "4"}, "config.json: sliding_window is '4', expected a whole number"),
     "a negative window": ({"sliding_window": -1}, "config.json: sliding_window is -1, expected a whole number"),
     "architectures": ({"architectures": 3}, "config.json.*architectures.*3"),
-    "no architecture": ({"architectures": [None]}, "config.json.*architectures.*None"),
     "a part without a type": (
         {"text_config": {"x": 1}},
         "config.json: text_config is .* expected no such setting",
@@ -56,16 +50,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "config.json: dtype is torch.int8, expected the name of a",
     ),
     "is_causal": ({"is_causal": "no"}, "config.json: is_causal is 'no', expected true or false"),
-    "a dtype of no name": ({"dtype": 3}, "config.json.*dtype"),
     "kinds of layers": ({"layer_types": ["full_attention"]}, "config.json can't be used.*num_hidden_layers"),
     "a size of another type": ({"hidden_size": "64"}, "config.json can't be used.*hidden_size' expected int, got str"),
-    "hidden_act": ({"hidden_act": "bogus"}, "config.json.*can.* be (used|built).*bogus"),
     "rope_type": (
         {"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}},
         "config.json.*can.* be (used|built).*bogus",
     ),
-    "half of RoPE": ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "can't be used.*'factor'"),
-    "dtype": ({"dtype": "bogus"}, "config.json can't be used.*bogus"),
 }
 
 
@@ -97,14 +87,17 @@ def convert(folder: Path) -> None:
     convert_checkpoint(folder / "source", folder / "out", "qk_norm")
 
 
-@pytest.mark.parametrize("load", [load_patched, convert])
 @pytest.mark.parametrize(
-    ("model_type", "changes", "message"),
+    ("load", "model_type", "changes", "message"),
     [
-        ("gpt_neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": 40}}, "partial_rotary_factor is 40"),
-        ("gpt_neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": -1}}, "partial_rotary_factor is -1"),
-        ("llama", {"rope_parameters": {**ROPE, "partial_rotary_factor": 8.0}}, "partial_rotary_factor is 8.0"),
-        ("llama", {"partial_rotary_factor": "1"}, "partial_rotary_factor is '1', expected a number from 0 to 1"),
+        (
+            convert,
+            "gpt_neox",
+            {"rope_parameters": {**ROPE, "partial_rotary_factor": 40}},
+            "partial_rotary_factor is 40",
+        ),
+        (load_patched, "gpt_neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": -1}}, "_factor is -1"),
+        (convert, "llama", {"partial_rotary_factor": "1"}, "partial_rotary_factor is '1', expected a number from 0"),
     ],
 )
 def test_a_rotation_of_more_columns_than_a_head_has(model_type, changes, message, load, tmp_path):
@@ -115,12 +108,10 @@ def test_a_rotation_of_more_columns_than_a_head_has(model_type, changes, message
         load(tmp_path)
 
 
-@pytest.mark.parametrize("field", LP.to_dict())
-def test_a_scheme_without_a_field(field, tmp_path):
-    randomise(patch_model(sharp_model("llama"), LP)).save_pretrained(tmp_path)
-    edit(tmp_path, {"qk_norm": {name: value for name, value in LP.to_dict().items() if name != field}})
-    with pytest.raises(ValueError, match=f"\"qk_norm\" has no '{field}', expected every field"):
-        AutoModelForCausalLM.from_pretrained(tmp_path)
+def test_a_scheme_without_a_field(checkpoint):
+    edit(checkpoint, {"qk_norm": {name: value for name, value in PLAIN.to_dict().items() if name != "softcap"}})
+    with pytest.raises(ValueError, match="\"qk_norm\" has no 'softcap', expected every field"):
+        AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
 def test_architectures_get_the_derived_class_name(checkpoint):
@@ -160,9 +151,10 @@ def test_a_derived_class_takes_a_derived_config():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"model_type": "mistral"}, {"architectures": ["MistralForCausalLM"]}], ids=["model_type", "class"]
+    ("changes", "scheme"),
+    [({"model_type": "mistral"}, "soft_cap"), ({"architectures": ["MistralForCausalLM"]}, "qk_norm")],
+    ids=["model_type", "class"],
 )
-@pytest.mark.parametrize("scheme", ["soft_cap", "qk_norm"])
 def test_a_conversion_patches_at_least_one_layer(changes, scheme, tmp_path):
     sharp_model("llama").save_pretrained(tmp_path / "source")
     edit(tmp_path / "source", changes)

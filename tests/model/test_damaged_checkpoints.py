@@ -19,7 +19,6 @@ from transformers import (
 
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.model.derived import derived_model
-from qknorm_tests.children import child
 from qknorm_tests.covering import covering
 from qknorm_tests.folders import edit, edit_config
 from qknorm_tests.tables import MODEL_TYPES, applies, randomise, sharp_model
@@ -131,23 +130,3 @@ def test_a_scheme_from_a_later_version(checkpoint, ignore):
     message = refusal(checkpoint, ignore_mismatched_sizes=ignore)
     assert "unknown scheme field 'soft_caps', did you mean 'softcap'" in message
     assert "newer hf_qknorm" in message
-
-
-@pytest.mark.costly
-def test_without_the_plugin_loading_fails(tmp_path):
-    """Read as its base type, the model would load without its norms and without an error."""
-    folders = [tmp_path / model_type for model_type in MODEL_TYPES]
-    for folder in folders:
-        patch_model(sharp_model(folder.name), "soft_cap").save_pretrained(folder)
-    script = (
-        "import sys, transformers\n"
-        "assert not any(name.startswith('hf_qknorm') for name in sys.modules)\n"
-        "for folder in sys.argv[1:]:\n"
-        "    try:\n"
-        "        transformers.AutoModelForCausalLM.from_pretrained(folder)\n"
-        "    except ValueError as error:\n"
-        "        print(str(error).splitlines()[0])\n"
-    )
-    messages = child(script, *folders, home=tmp_path / "home").splitlines()
-    for model_type, message in zip(MODEL_TYPES, messages, strict=True):
-        assert f"`qknorm_{model_type}` but Transformers does not recognize this architecture" in message

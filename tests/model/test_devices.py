@@ -76,7 +76,7 @@ def test_patching_a_model_with_a_layer_on_the_disk(checkpoint, preset, tmp_path,
     assert fingerprint(model)[:-1] == before[:-1]
 
 
-@pytest.mark.parametrize("checkpoint", ["llama", "gpt2"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["gpt2"], indirect=True)
 def test_calibrating_a_model_with_a_layer_on_the_disk(checkpoint, tmp_path):
     batches = [torch.randint(3, 64, (2, 16), generator=torch.Generator().manual_seed(seed)) for seed in range(6)]
     whole = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint), "qk_norm")
@@ -154,24 +154,3 @@ def test_weights_that_one_hook_loads_together(together):
         patch_model(model, "qk_norm")
     assert fingerprint(model) == before
     assert torch.equal(patch_model(model, "soft_cap")(**make_batch("left")).logits, expected)
-
-
-@torch.no_grad()
-def test_offloading_a_patched_model(monkeypatch):
-    monkeypatch.setenv(build.SWITCH, "0")  # norms that accelerate hooks run in PyTorch
-    batch = make_batch("left")
-    model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
-    expected = model(**batch).logits
-    accelerate.cpu_offload(model, execution_device="cpu")
-    assert {p.device.type for p in model.parameters()} == {"meta"}
-    assert torch.equal(model(**batch).logits, expected)
-
-
-@pytest.mark.parametrize("places", ["auto", "cpu", {"": "cpu"}], ids=str)
-@pytest.mark.parametrize("checkpoint", ["llama"], indirect=True)
-@torch.no_grad()
-def test_patching_a_model_with_a_device_map(checkpoint, places):
-    batch = make_batch("left")
-    expected = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint), "soft_cap")(**batch).logits
-    model = patch_model(AutoModelForCausalLM.from_pretrained(checkpoint, device_map=places), "soft_cap")
-    assert torch.equal(model(**batch).logits, expected)

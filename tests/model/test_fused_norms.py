@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from qknorm_tests.covering import covering
 from qknorm_tests.tables import sharp_model
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
@@ -89,31 +90,41 @@ def generated(model: Any) -> Results:
     return {"logits": torch.cat(found)}
 
 
+GENERATING = [("llama", "knee"), ("glm", "qk_norm"), ("gpt_neox", "qk_norm")]
 KINDS = [("llama", "plain", FULL), ("llama", "right", BRAIN), ("gpt2", "plain", FULL), ("phi3", "plain", BRAIN)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("model_type", "kind", "dtype"), KINDS)
-def test_training(model_type: str, kind: str, dtype: torch.dtype, backend: str) -> None:
+@pytest.mark.parametrize(("case", "backend"), covering(KINDS, BACKENDS, strength=1), ids=str)
+def test_training(case: tuple[str, str, torch.dtype], backend: str) -> None:
+    model_type, kind, dtype = case
     model = patched(model_type, "qk_norm")
     model.set_attn_implementation(backend)
     compare(model, dtype, trained(kind), {"forward": 1, "backward": 1}, len(patched_layers(model)))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("model_type", "scheme"), [("llama", "knee"), ("glm", "qk_norm"), ("gpt_neox", "qk_norm")])
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "backend"),
+    [(*model, backend) for model, backend in covering(GENERATING, BACKENDS, strength=1)],
+)
 def test_generation(model_type: str, scheme: str, backend: str) -> None:
     model = patched(model_type, scheme)
     model.set_attn_implementation(backend)
     compare(model.eval(), FULL, generated, {"forward": 4}, len(patched_layers(model)))
 
 
+def test_models_of_two_families_in_one_process() -> None:
+    """Each keeps its own rotation: Llama turns halves of a head, GLM neighbours in a part of it."""
+    models = [patched(model_type, "qk_norm").eval() for model_type in ("llama", "glm")]
+    for model in (*models, *models):
+        model.set_attn_implementation("sdpa")
+        compare(model, FULL, evaluated, {"forward": 1}, len(patched_layers(model)))
+
+
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
-@pytest.mark.parametrize("backend", ["eager", "hf_qknorm_tiled"])
-def test_gradient_checkpointing(backend: str) -> None:
+def test_gradient_checkpointing() -> None:
     """The forward pass runs twice."""
-    model = patched("llama", "qk_norm_cap" if backend.startswith("hf_qknorm") else "qk_norm")
-    model.set_attn_implementation(backend)
+    model = patched("llama", "qk_norm_cap")
+    model.set_attn_implementation("hf_qknorm_tiled")
     model.gradient_checkpointing_enable()
     compare(model.train(), FULL, trained("plain"), {"forward": 2, "backward": 1}, len(patched_layers(model)))
 

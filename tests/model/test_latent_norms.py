@@ -1,4 +1,4 @@
-"""Norms of latent attention (Han et al. 2026): the formula, its absorbed form, the cache, refused schemes."""
+"""Norms of latent attention (Han et al. 2026): the formula, the cache, refused schemes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.families import known_families
-from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.tensor_parallel import plan_norms
 from qknorm_tests.tables import CHANGED, OLD_TRANSFORMERS, assert_near, make_batch, randomise, sharp_model
@@ -22,20 +21,11 @@ from qknorm_tests.tables import CHANGED, OLD_TRANSFORMERS, assert_near, make_bat
 LATENT = [model_type for model_type in known_families() if FAMILIES[model_type].latent]
 NORMS = {"q_norm", "q_rope_norm", "k_norm", "k_rope_norm"}
 RMS = Scheme(q="rms", k="rms")
-KINDS = {
-    "rms": RMS,
-    "per head, with a bias": Scheme(q="rms", k="rms", gain="per_head", bias=True),
-    "knee": Scheme(q="rms", k="rms", eps=1e-5),
-    "l2": Scheme(q="l2", k="l2", gain="none", scale=8.0),
-    "layer": Scheme(q="rms", k="layer"),
-    "keys and values": Scheme(k="rms", v="rms"),
-}
 
 
-def made(model_type: str, scheme: Scheme = RMS) -> PreTrainedModel:
-    """A patched model with random gains, and with a knee for that scheme."""
-    knee = 4.0 if scheme == KINDS["knee"] else 0.0
-    return randomise(patch_model(sharp_model(model_type), scheme), knee=knee).eval()
+def made(model_type: str) -> PreTrainedModel:
+    """A patched model with random gains."""
+    return randomise(patch_model(sharp_model(model_type), RMS)).eval()
 
 
 def first_layer(model: PreTrainedModel) -> QKNormAttention:
@@ -66,12 +56,6 @@ def rms_normed(x: Tensor, gain: Tensor) -> Tensor:
     return gain * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def up_projections(layer: QKNormAttention) -> tuple[Tensor, Tensor]:
-    """The matrices from the latent to each head's keys without RoPE `[H, D, R]`, and to its values."""
-    rows = layer.kv_b_proj.weight.view(-1, layer.qk_nope_head_dim + layer.v_head_dim, layer.kv_lora_rank)
-    return rows[:, : layer.qk_nope_head_dim], rows[:, layer.qk_nope_head_dim :]
-
-
 @pytest.mark.parametrize("model_type", LATENT)
 @torch.no_grad()
 def test_a_layer_computes_the_formula(model_type):
@@ -83,8 +67,9 @@ def test_a_layer_computes_the_formula(model_type):
         model(**make_batch("plain", labels=False), use_cache=False)
     gains = {name: norm.weight for name, norm in head_norms(layer).items()}
     style, width = layer.family.style, layer.qk_nope_head_dim
-    q, latent, turned, *_ = (x.transpose(1, 2) for x in projected(layer, seen.hidden)[:3])
-    plain = rms_normed(torch.einsum("hdr,btr->bhtd", up_projections(layer)[0], latent[:, 0]), gains["k_norm"])
+    q, latent, turned, *_ = (x.transpose(1, 2) for x in style.project(layer, seen.hidden)[:3])
+    up = layer.kv_b_proj.weight.view(-1, width + layer.v_head_dim, layer.kv_lora_rank)[:, :width]
+    plain = rms_normed(torch.einsum("hdr,btr->bhtd", up, latent[:, 0]), gains["k_norm"])
     queries = [
         rms_normed(q[..., :width], gains["q_norm"]),
         rms_normed(q[..., width:], gains["q_rope_norm"]),
@@ -97,65 +82,8 @@ def test_a_layer_computes_the_formula(model_type):
     assert_near(seen.k, k, 1e-6, "keys")
 
 
-def projected(layer: QKNormAttention, hidden: Tensor) -> tuple[Any, ...]:
-    """The style's projections."""
-    return layer.family.style.project(layer, hidden)
-
-
 def widths(layer: QKNormAttention) -> dict[str, int]:
     return {name: getattr(layer, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@torch.no_grad()
-def test_the_absorbed_form_is_the_same(kind):
-    """With the latent, the shared key, and one number for each token and head, a server never computes a key.
-
-    The gain and the up-projection of keys go to the query; that of values is applied to the weighted latents.
-    """
-    model = made("youtu", KINDS[kind]).double()
-    model.set_attn_implementation("eager")
-    layer, norms = first_layer(model), head_norms(first_layer(model))
-    joined: list[Tensor] = []
-    hook = layer.o_proj.register_forward_pre_hook(lambda _, args: joined.append(args[0]))
-    with attended(layer) as seen:
-        out = model(**make_batch("plain", labels=False), output_attentions=True)
-    hook.remove()
-    cached = out[CACHE].layers[layer.layer_idx]
-    (latent, turned), width = (cached.keys[:, 0], cached.values), layer.qk_nope_head_dim
-    up, up_values = up_projections(layer)
-
-    if kind == "layer":
-        up = up - up.mean(1, keepdim=True)
-    number = inverse_size(torch.einsum("hdr,btr->bhtd", up, latent), norms["k_norm"])
-    q = seen.q[..., :width]
-    gain = 1.0 if norms["k_norm"].weight is None else per_head(norms["k_norm"].weight)
-    absorbed = torch.einsum("bhtd,hdr->bhtr", q * gain, up)  # a query of the latent's width
-    logits = torch.einsum("bhtr,bsr->bhts", absorbed, latent) * number[:, :, None]
-    if norms["k_norm"].bias is not None:
-        logits = logits + (q * per_head(norms["k_norm"].bias)).sum(-1, keepdim=True)
-    logits = layer.logit_scale * (logits + seen.q[..., width:] @ turned.transpose(-1, -2))
-    future = torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1)
-    weights = logits.masked_fill(future, -torch.inf).softmax(-1)
-    assert_near(out.attentions[layer.layer_idx], weights, 1e-6, "weights")
-
-    if "v_norm" in norms:
-        weights = weights * inverse_size(torch.einsum("hdr,btr->bhtd", up_values, latent), norms["v_norm"])[:, :, None]
-        up_values = up_values * norms["v_norm"].weight[:, None]
-    values = torch.einsum("hdr,bhtr->bthd", up_values, torch.einsum("bhts,bsr->bhtr", weights, latent))
-    assert_near(joined[0], values.flatten(2), 1e-6, "values")
-
-
-def inverse_size(x: Tensor, norm: Any) -> Tensor:
-    """The number for each token and head `[B, H, T]` that the norm of x `[B, H, T, D]` multiplies it by."""
-    square = x.square().sum(-1) if norm.norm == "l2" else x.square().mean(-1)
-    eps = norm.epsilon * (x.shape[-1] if norm.norm == "l2" else 1)
-    return (square + eps).rsqrt() * (norm.length() if norm.shape.power else 1)
-
-
-def per_head(parameter: Tensor) -> Tensor:
-    """A gain or bias, `[D]` or `[H, D]`, for x `[B, H, T, D]`."""
-    return parameter.view(-1, 1, parameter.shape[-1])
 
 
 @pytest.mark.parametrize("model_type", LATENT)
@@ -188,10 +116,9 @@ def test_a_static_cache_generates_the_same():
     ("scheme", "reason"),
     [
         (SCHEMES["henry"], "one gain a layer can't weigh them"),
-        (SCHEMES["lp"], "one gain a layer can't weigh them"),
         (SCHEMES["qkv_norm"], r"pre_norm=False\) into these projections is not supported"),
     ],
-    ids=["henry", "lp", "qkv_norm"],
+    ids=["henry", "qkv_norm"],
 )
 @pytest.mark.parametrize("model_type", LATENT)
 def test_other_schemes_are_refused_with_the_reason(model_type, scheme, reason):

@@ -6,22 +6,18 @@ import copy
 import json
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import (
     SCHEMES,
     LogitMonitor,
     QKClip,
-    Scheme,
     add_standalone,
     calibrate,
     patch_model,
     unpatch_model,
 )
-from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel, derived_config
-from hf_qknorm.model.layer import QKNormAttention as PlainAttention
 from qknorm_tests.folders import contents
 from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
 from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
@@ -79,27 +75,3 @@ def test_the_checkpoints_of_a_watched_run(tmp_path):
     resumed = run("stopped", resume_from_checkpoint=str(checkpoint))
     assert_equal_weights(resumed, whole)
     assert type(AutoModelForCausalLM.from_pretrained(checkpoint)).__name__ == "LlamaForCausalLM"
-
-
-CHANGES = {
-    "scheme": (Scheme(scale=0.3), (), "sdpa"),
-    "observer": (SCHEMES["none"], (lambda *_: None,), "sdpa"),
-    "backend": (SCHEMES["none"], (), "hf_qknorm"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_the_models_own_forward_runs_until_something_changes(change, monkeypatch):
-    model, batch, calls = patch_model(sharp_model("llama"), "none"), make_batch("plain"), []
-    forward = PlainAttention.forward
-    monkeypatch.setattr(PlainAttention, "forward", lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs))
-    expected = model(**batch).logits
-    assert not calls
-    scheme, observers, backend = CHANGES[change]
-    model.set_attn_implementation(backend)
-    layers = patched_layers(model).values()
-    for layer in layers:
-        layer.scheme, layer.observers = scheme, observers
-    found = model(**batch).logits
-    assert len(calls) == len(layers)
-    assert torch.equal(found, expected) == (change == "observer")

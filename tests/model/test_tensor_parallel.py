@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model, unpatch_model
-from qknorm_tests.pair import run_in_turn
-from qknorm_tests.slow import slow_but
+from qknorm_tests.pair import of_task, run_once, run_pairs
 from qknorm_tests.tables import as_loaded, make_batch, randomise, sharp_model
 
 NORMED = {"q": "rms", "k": "layer", "v": "rms", "softcap": 5.0}
@@ -24,7 +23,6 @@ SCHEMES = {
     "knee alone": Scheme(**NORMED, gain="none"),
     "latent": Scheme(**NORMED, gain="per_head"),
 }
-FEW = ("per_head",)  # without `-m slow`
 STYLES = {
     "shared": "replicated_with_grad_allreduce",
     "per_head": "colwise",
@@ -44,17 +42,17 @@ def made(gain: str) -> PreTrainedModel:
 def folder_of(tmp_path_factory) -> Callable[[str], Path]:
     """The folder of a scheme's model: a checkpoint with a batch, and the results of two processes."""
 
-    def prepare(root: Path, tasks: Sequence[str]) -> None:
-        for gain in tasks:
+    def run(root: Path) -> None:
+        for gain in SCHEMES:
             made(gain).save_pretrained(root / gain)
             save_file(make_batch("plain"), root / gain / "batch.safetensors")
+        run_pairs("tensor_parallel_run", root, [*SCHEMES])
 
-    ran = run_in_turn(tmp_path_factory, "tensor_parallel_run", FEW, [*SCHEMES], prepare)
-    return lambda gain: ran(gain) / gain
+    return lambda gain: of_task(run_once(tmp_path_factory, "tensor_parallel", run), gain) / gain
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("gain", slow_but(FEW, SCHEMES))
+@pytest.mark.slow
+@pytest.mark.parametrize("gain", SCHEMES)
 def test_two_processes_compute_what_one_does(gain, folder_of):
     model = made(gain)
     result = model(**make_batch("plain"))
@@ -70,8 +68,8 @@ def test_two_processes_compute_what_one_does(gain, folder_of):
         torch.testing.assert_close(parallel[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("gain", slow_but(FEW, SCHEMES))
+@pytest.mark.slow
+@pytest.mark.parametrize("gain", SCHEMES)
 def test_what_two_processes_save_is_whole(gain, folder_of):
     saved = AutoModelForCausalLM.from_pretrained(folder_of(gain) / "saved").state_dict()
     for name, value in made(gain).state_dict().items():

@@ -27,10 +27,8 @@ FITTING = {
 }
 WRONG = {
     "512 rows": lambda length: {"position_ids": torch.zeros(512, length, dtype=torch.long)},
-    "three rows": lambda length: {"position_ids": torch.arange(length).expand(3, -1)},
     "two positions more": lambda length: {"position_ids": torch.arange(length + 2)[None]},
     "a mask of more keys": lambda length: {"attention_mask": torch.ones(BATCH, 1, length, 50, dtype=torch.bool)},
-    "a mask of more rows": lambda length: {"attention_mask": torch.zeros(3, 1, length, length)},
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_qknorm.ops import library
+from qknorm_tests.covering import covering
 from qknorm_tests.operator_calls import call
 
 pytestmark = [
@@ -54,8 +55,7 @@ def draw(batch: int, length: int) -> Tensor:
     return torch.randn(batch, length, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(("name", "batch"), covering(OPTIONS, [1, 2], strength=1))
 def test_the_compiled_function_is_the_plain_one(name: str, batch: int) -> None:
     options = dict(OPTIONS[name])
     if "mask" in options:

@@ -1,6 +1,7 @@
-"""`library.attention`: torch's checks of operators, and errors for wrong arguments."""
+"""`library.attention`: torch's checks and transforms of operators, and errors for wrong arguments."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_qknorm.ops import library, reference, tiled
 from hf_qknorm.ops.checks import check_call
 from hf_qknorm.ops.types import Norm, Options, Visible
+from qknorm_tests.covering import covering
 from qknorm_tests.operator_calls import call
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tiled_cases import dropout_mask
@@ -32,7 +34,6 @@ OPTIONS = {
     "sinks": {"softcap": 70.0, "sinks": SINKS, "causal": True},
     "dropout": {"dropout": 0.25, "softcap": 5.0},
 }
-every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 
 
 def as_in_a_model(*tensors: Tensor) -> list[Tensor]:
@@ -49,18 +50,11 @@ def gradients(out: Tensor, *inputs: Tensor | None) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out.sin().sum(), [x for x in inputs if x is not None])
 
 
-OPCHECKS = [
-    *((torch.float32, True, 1, name) for name in OPTIONS),
-    *(
-        (dtype, laid_out, n, "capped")
-        for dtype in (torch.float32, torch.bfloat16)
-        for laid_out in (True, False)
-        for n in (1, 2)
-    ),
-]
-
-
-@pytest.mark.parametrize(("dtype", "laid_out", "batch", "name"), OPCHECKS, ids=str)
+@pytest.mark.parametrize(
+    ("name", "dtype", "laid_out", "batch"),
+    covering(OPTIONS, (torch.float32, torch.bfloat16), (True, False), (1, 2), strength=1),
+    ids=str,
+)
 def test_the_operators_pass_torchs_opcheck(dtype: torch.dtype, laid_out: bool, batch: int, name: str) -> None:
     q, k, v = make_qkv(batch, 4, 2, 9, 9, 16, dtype=dtype)
     q, k, v = as_in_a_model(q, k, v) if laid_out else (q, k, v)
@@ -77,12 +71,11 @@ def test_the_operators_pass_torchs_opcheck(dtype: torch.dtype, laid_out: bool, b
     opcheck(tiled.ATTENTION_BACKWARD.overload, (grad, *values), test_utils=("test_schema", "test_faketensor"))
 
 
-@every_option
-@pytest.mark.parametrize("laid_out", [False, True])
-def test_autograd_is_the_oracles(laid_out: bool, options: dict) -> None:
+@pytest.mark.parametrize(("name", "laid_out"), covering(OPTIONS, [False, True], strength=1))
+def test_autograd_is_the_oracles(laid_out: bool, name: str) -> None:
     q, k, v = make_qkv(2, 4, 2, 9, 9, 16, dtype=F64)
     q, k, v = as_in_a_model(q, k, v) if laid_out else (q, k, v)
-    options = cast(options, F64)
+    options = cast(OPTIONS[name], F64)
     out, expected = dropped(q, k, v, options) if "dropout" in options else both(q, k, v, options)
     torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
     inputs = (q, k, v, options.get("sinks"))
@@ -105,8 +98,11 @@ def dropped(q: Tensor, k: Tensor, v: Tensor, options: dict) -> tuple[Tensor, Ten
     return out, reference.attend(heads, visible, settings, dropout_mask(heads, visible, settings)).out
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, F64], ids=str)
-@pytest.mark.parametrize(("heads", "queries"), [(4, 9), (1, 9), (4, 1), (1, 1)])
+@pytest.mark.parametrize(
+    ("heads", "queries", "dtype"),
+    [(4, 9, torch.bfloat16), (1, 9, torch.float16), (4, 1, torch.float32), (1, 1, F64)],
+    ids=str,
+)
 def test_the_output_is_laid_out_for_the_output_projection(heads: int, queries: int, dtype: torch.dtype) -> None:
     q, k, v = make_qkv(2, heads, 1, queries, 9, 16, dtype=dtype)
     out = library.attention(*call(q, k, v, causal=True))
@@ -192,8 +188,7 @@ def test_arguments_that_broadcast_are_accepted() -> None:
     assert library.attention(*given).shape == (2, 4, 5, 8)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("dropout", "use_reentrant"), [(0.0, False), (0.3, False), (0.3, True)])
 def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_reentrant: bool) -> None:
     q, k, v = make_qkv(2, 4, 2, 70, 70, 16, dtype=F64)
 
@@ -210,3 +205,41 @@ def test_gradient_checkpointing_gives_the_same_gradients(dropout: float, use_ree
     out.sum().backward()
     for x, grad in zip((q, k, v), expected, strict=True):
         assert torch.equal(x.grad, grad)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = make_qkv(1, 2, 1, 5, 5, 8)
+    (grad,) = torch.autograd.grad(library.attention(*call(q, k, v)).square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="marked with @once_differentiable"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize(("wanted", "compiled"), [("q", False), ("k", True), ("v", False), ("sinks", True)])
+def test_forward_mode_is_refused(wanted: str, compiled: bool) -> None:
+    """The operator would return a tangent of zero."""
+    torch.compiler.reset()
+    tensors = dict(zip("qkv", (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8)), strict=True)) | {
+        "sinks": torch.zeros(4)
+    }
+
+    def tangent(x: Tensor) -> Tensor:
+        attend = lambda y: library.attention(*call(**tensors | {wanted: y}))  # noqa: E731
+        return torch.func.jvp(attend, (x,), (torch.ones_like(x),))[1]
+
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative.*hf_qknorm_eager"):
+        (torch.compile(tangent, backend="eager") if compiled else tangent)(tensors[wanted])
+
+
+FUNCTIONAL = {
+    "grad": torch.func.grad,
+    "vmap of grad": lambda f: lambda x: torch.vmap(torch.func.grad(f))(x[None]),
+    "vjp": lambda f: lambda x: torch.func.vjp(f, x)[1](torch.ones(())),
+    "jacrev": torch.func.jacrev,
+}
+
+
+@pytest.mark.parametrize("transform", FUNCTIONAL.values(), ids=FUNCTIONAL)
+def test_functional_gradients_are_refused(transform: Any) -> None:
+    q, k, v = (x.detach() for x in make_qkv(1, 4, 2, 5, 5, 8))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        transform(lambda x: library.attention(*call(x, k, v)).sum())(q)

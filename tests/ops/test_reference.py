@@ -10,13 +10,12 @@ from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as interle
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as halves
 
 from hf_qknorm.ops.norms import NORMS as KINDS
-from hf_qknorm.ops.norms import PLAIN, Shape
+from hf_qknorm.ops.norms import PLAIN
 from hf_qknorm.ops.reference import head_norm, norm_rope, norm_rope_one
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 from qknorm_tests.covering import covering
 
 HEADS, DIM = 3, 12
-NO_EPS = 1e-60  # too small to be seen, even in fp64
 NORMS = [("rms", 2.0), ("layer", 2.0), ("l2", 2.0), *(("lp", p) for p in (1.0, 1.5, 2.0, 3.0, 4.0))]
 GAINS = {"none": None, "shared": (DIM,), "per_head": (HEADS, DIM), "scalar": (1,)}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -45,22 +44,11 @@ def test_rms_and_layer_are_torchs_functions(eps: float) -> None:
     close(head_norm(x, "layer", eps=eps), F.layer_norm(x, (DIM,), eps=eps))
 
 
-def test_l2_is_torchs_normalize() -> None:
-    x = draw(2, 5, HEADS, DIM)
-    close(head_norm(x, "l2", eps=NO_EPS), F.normalize(x, dim=-1))
-
-
-@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 4.0, 16.0, 64.0])
-def test_lp_divides_by_torchs_vector_norm(p: float) -> None:
-    x = draw(2, 5, HEADS, DIM)
-    close(head_norm(x, "lp", p=p, eps=NO_EPS), x / torch.linalg.vector_norm(x, ord=p, dim=-1, keepdim=True))
-
-
 LOGS = (-10.0, -1.0, 2.0, 13.5)  # log2 ε with eps = 1, where the mean square is about 1
 SHARPNESSES = (1.0, 2.0, 3.5, 8.0)
 
 
-def by_definition(x: Tensor, norm: str, p: float, eps: float, sharpness: float = 1.0) -> Tensor:
+def by_definition(x: Tensor, norm: str, p: float, eps: float, sharpness: float) -> Tensor:
     """Each norm from torch's vector norms: n = x / ‖(‖x‖ₚ, (D·ε^(p/2))^(1/p))‖ of order p·s (times √D)."""
     centred = x - x.sum(-1, keepdim=True) / DIM if norm == "layer" else x
     size = torch.linalg.vector_norm(centred, ord=p, dim=-1, keepdim=True)
@@ -74,22 +62,17 @@ def shaped(norm: str, p: float, *shape: float, eps: float = 1.0) -> partial:
     return partial(head_norm, norm=norm, eps=eps, p=p, knee=torch.tensor(shape))
 
 
-@each_norm_with("log", "sharpness", axes=(LOGS, SHARPNESSES))
-def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, log: float, sharpness: float) -> None:
+@each_norm_with("log", "sharpness", "held", axes=((*LOGS, 40.0), SHARPNESSES, (False, True)))
+def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, log: float, sharpness: float, held: bool) -> None:
+    """A norm that holds a mean size, of 8 here, passes vectors of this size unchanged."""
     x = draw(5, HEADS, DIM) * draw(5, HEADS, 1, seed=1).exp()
-    close(shaped(norm, p, log, 0.0, sharpness)(x), by_definition(x, norm, p, 2.0**log, sharpness))
-
-
-@each_norm_with("log", "sharpness", axes=((*LOGS, 40.0, 0.0), SHARPNESSES))
-def test_a_vector_of_the_mean_size_keeps_its_length(norm: str, p: float, log: float, sharpness: float) -> None:
-    order, power = KINDS[norm].order(p), 2.0**3
-    x = draw(5, HEADS, DIM)
-    x = x - x.mean(-1, keepdim=True) if norm == "layer" else x
-    x = x / x.abs().pow(order).mean(-1, keepdim=True).pow(1 / order) * power**0.5
-    close(shaped(norm, p, log, 3.0, sharpness)(x), x)
-    columns = DIM if KINDS[norm].summed else 1
-    factor = Shape(log, 3.0, sharpness).length(1.0, order, columns) / Shape(log, 0.0, 1.0).length(1.0, order, columns)
-    close(shaped(norm, p, log, 3.0, sharpness)(2 * x), factor * shaped(norm, p, log, 0.0, sharpness)(2 * x))
+    expected = by_definition(x, norm, p, 2.0**log, sharpness)
+    if held:
+        order = KINDS[norm].order(p)
+        mean = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+        mean = mean / mean.abs().pow(order).mean(-1, keepdim=True).pow(1 / order) * 8**0.5
+        expected = expected * (mean / by_definition(mean, norm, p, 2.0**log, sharpness))[:1, :1, :1]
+    close(shaped(norm, p, log, 3.0 if held else 0.0, sharpness)(x), expected)
 
 
 @every_norm
@@ -105,41 +88,6 @@ def test_the_plain_shape_changes_no_bit(norm: str, p: float) -> None:
 def test_the_shape_is_read_in_bfloat16(norm: str, p: float) -> None:
     x, knee = draw(5, HEADS, DIM), torch.tensor([10.01, 8.02, 7.99])
     close(head_norm(x, norm, p=p, knee=knee), head_norm(x, norm, p=p, knee=knee.bfloat16()))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "sharpness"), [(1e-12, 8.0), (1e-3, 2.0), (1.0, 1.0), (1.0, 8.0), (1e3, 1.0), (1e3, 4.0), (1e12, 8.0)]
-)
-def test_the_slope_of_a_sharp_norm_is_at_most_its_factor(ratio: float, sharpness: float) -> None:
-    """It is f·(I − w·xxᵀ/|x|²) with f the norm's factor and w = tˢ/(1 + tˢ), t = mean x²/ε, in fp32 too."""
-    x = F.normalize(draw(DIM), dim=-1) * (DIM * ratio) ** 0.5
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
-        row = x.to(dtype)
-        slope = torch.autograd.functional.jacobian(shaped("rms", 2.0, 0.0, 0.0, sharpness), row)
-        weight = 1 / (1 + (1 / ratio) ** sharpness) if ratio >= 1 else ratio**sharpness / (1 + ratio**sharpness)
-        factor = (1 + ratio**sharpness) ** (-0.5 / sharpness) if ratio <= 1 else None
-        factor = factor or ratio**-0.5 * (1 + ratio**-sharpness) ** (-0.5 / sharpness)
-        unit = x / x.norm()
-        wanted = factor * (torch.eye(DIM) - weight * unit[:, None] * unit)
-        assert (slope.double() - wanted).abs().max() <= tolerance * factor
-        assert torch.linalg.matrix_norm(slope.double(), 2) <= factor * (1 + tolerance)
-
-
-@each_norm_with("sharpness", axes=((1.0, 8.0),))
-def test_short_vectors_keep_their_lengths_and_long_ones_are_bounded(norm: str, p: float, sharpness: float) -> None:
-    """Short ones become x/√ε, for l2 and lp over D^(1/p); the bound is √D, or D^max(0, 1/2 − 1/p), and is reached."""
-    eps, x = 4.0, draw(50, HEADS, DIM)
-    bound = DIM**0.5 if norm in ("rms", "layer") else DIM ** max(0.0, 0.5 - 1 / p)
-    normed = shaped(norm, p, 2.0, 0.0, sharpness)
-    short, long = (normed(x * size) for size in (1e-4, 1e4))
-    direction = x - x.mean(-1, keepdim=True) if norm == "layer" else x
-    slope = eps**-0.5 * (1.0 if norm in ("rms", "layer") else DIM ** (-1 / p))
-    torch.testing.assert_close(short, direction * 1e-4 * slope, rtol=1e-3 if p == 1 else 1e-5, atol=1e-12)
-    assert (long.norm(dim=-1) <= bound * (1 + 1e-12)).all()
-    peaks = torch.cat([torch.eye(DIM), torch.ones(1, DIM)], 0).double()  # the longest results, for p ≤ 2 and p ≥ 2
-    longest = normed(1e8 * peaks).norm(dim=-1).max()
-    assert longest <= bound * (1 + 1e-12)
-    assert longest > bound * (1 - 1e-6)
 
 
 @each_norm_with("gain", "with_bias", axes=(GAINS, (False, True)), strength=1)
@@ -172,7 +120,7 @@ def with_zero_rows(dtype: torch.dtype) -> Tensor:
 
 
 @each_norm_with("knee", "dtype", axes=((None, (22.0, 0.0, 1.0), (22.0, 20.0, 8.0)), DTYPES), strength=1)
-def test_zero_rows_stay_zero_with_finite_gradients(
+def test_zero_rows_stay_zero_and_get_zero_gradients(
     norm: str, p: float, knee: tuple[float, ...] | None, dtype: torch.dtype
 ) -> None:
     x = with_zero_rows(dtype)
@@ -182,23 +130,14 @@ def test_zero_rows_stay_zero_with_finite_gradients(
     assert (y[zero] == 0).all()
     assert (y[~zero] != 0).all()
     assert torch.isfinite(x.grad).all()
+    if knee is None and dtype == torch.float32:
+        assert (x.grad[zero] == 0).all()
+        assert (x.grad[~zero] != 0).any(-1).all()
 
 
-@every_norm
-def test_zero_rows_get_zero_gradients(norm: str, p: float) -> None:
-    x = with_zero_rows(torch.float32)
-    zero = (x == 0).all(-1)
-    head_norm(x, norm, p=p).backward(draw(*x.shape, dtype=torch.float32, seed=1))
-    assert (x.grad[zero] == 0).all()
-    assert (x.grad[~zero] != 0).any(-1).all()
-
-
-MAGNITUDES = {torch.float16: (6e4,), torch.bfloat16: (1e18, 1e30), torch.float32: (1e18, 1e30)}
+MAGNITUDES = [(torch.float16, 6e4), *((dtype, size) for dtype in DTYPES[::2] for size in (1e18, 1e30))]
 HUGE = [
-    (norm, p, dtype, magnitude)
-    for norm, p in (*NORMS, ("lp", 8.0), ("lp", 64.0))
-    for dtype, magnitudes in MAGNITUDES.items()
-    for magnitude in magnitudes
+    (*norm, *magnitude) for norm, magnitude in covering((*NORMS, ("lp", 8.0), ("lp", 64.0)), MAGNITUDES, strength=1)
 ]
 
 

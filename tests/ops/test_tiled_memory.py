@@ -44,13 +44,12 @@ def test_keys_and_values_are_not_repeated_for_their_group(softcap: float | None,
 
 
 POISONED = [
-    *(Case(queries=111, causal=True, softcap=cap) for cap in (None, 50.0, 70.0)),
-    *(Case(queries=111, keys=63, causal=True, softcap=cap, sinks=True) for cap in (None, 50.0)),
-    *(Case(queries=111, softcap=cap, mask=m) for cap in (None, 50.0) for m in ("nothing", "bool:B1TS", "add:BHTS")),
-    Case(queries=150, softcap=50.0, mask="packed", window=20),
+    Case(queries=111, causal=True),
+    *(Case(queries=111, keys=63, causal=True, softcap=cap, sinks=True) for cap in (None, 70.0)),
+    *(Case(queries=111, softcap=50.0, mask=mask) for mask in ("nothing", "bool:B1TS", "add:BHTS")),
     Case(queries=150, causal=True, window=20, mask="left_padding", dropout=0.3),
     Case(heads=14, queries=1, keys=70, causal=True, softcap=70.0, mask="add:B11S", sinks=True, dropout=0.3),
-    *(Case(queries=150, softcap=50.0, ranges=r, dropout=0.3) for r in ("left_padding", "packed", "nothing")),
+    *(Case(queries=150, softcap=50.0, ranges=ranges, dropout=0.3) for ranges in ("left_padding", "packed")),
 ]
 
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hf_qknorm.ops import library, tiled
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops import tiled
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, oracle_terms, tiled_results
@@ -12,19 +11,14 @@ from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, oracle_te
 CAPS = (None, 5.0, 50.0, 70.0)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CASES = [
-    *(Case(queries=n, head_dim=64, causal=True, softcap=cap) for n in (63, 128) for cap in CAPS),
     *(Case(queries=111, head_dim=64, softcap=cap, spread=spread) for cap in CAPS for spread in (0.3, 3.0)),
-    *(Case(queries=111, head_dim=d, causal=True, softcap=50.0) for d in (16, 40, 80, 96, 128, 256)),
-    *(Case(heads=7 * n, heads_kv=n, queries=111, head_dim=64, causal=True, softcap=50.0) for n in (1, 2)),
-    *(
-        Case(queries=111, head_dim=64, softcap=cap, mask=m)
-        for cap in (None, 50.0)
-        for m in ("bool:B1TS", "add:BHTS", "add:B11S", "left_padding")
-    ),
+    *(Case(queries=111, head_dim=d, causal=True, softcap=50.0) for d in (16, 40, 96, 256)),
+    Case(heads=7, heads_kv=1, queries=111, head_dim=64, causal=True, softcap=50.0),
+    *(Case(queries=111, head_dim=64, softcap=cap, mask=m) for cap, m in ((None, "bool:B1TS"), (50.0, "add:BHTS"))),
     *(Case(queries=111, head_dim=64, causal=True, softcap=cap, sinks=True, window=30) for cap in CAPS),
     *(Case(queries=111, head_dim=64, causal=True, softcap=cap, dropout=0.2) for cap in CAPS),
     *(Case(queries=n, keys=s, head_dim=64, causal=True, softcap=50.0) for n, s in ((1, 111), (65, 200), (111, 63))),
-    *(Case(batch=1, heads=2, heads_kv=1, queries=1000, head_dim=64, causal=True, softcap=cap) for cap in (None, 50.0)),
+    Case(batch=1, heads=2, heads_kv=1, queries=1000, head_dim=64, causal=True),
 ]
 AT_THE_CAP = [
     (Case(queries=111, head_dim=64, causal=True, softcap=softcap, sinks=sinks, spread=8.0), dtype)
@@ -45,8 +39,7 @@ def test_output_and_gradients_are_within_the_budget(case: Case, dtype: torch.dty
         assert_within_budget(result, exact[name], eager[name], name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("softcap", CAPS)
+@pytest.mark.parametrize(("softcap", "dtype"), covering(CAPS, DTYPES, strength=1), ids=str)
 def test_a_single_key_is_within_the_budget(softcap: float | None, dtype: torch.dtype) -> None:
     case = Case(queries=1, head_dim=64, causal=True, softcap=softcap)
     inputs = draw_inputs(case, dtype)
@@ -72,15 +65,3 @@ def test_logits_of_ten_thousand_stay_finite(mask: str | None, softcap: float | N
     exact, eager = oracle_terms(case, inputs.to(torch.float64)), oracle_terms(case, inputs)
     for name, result in results.items():
         assert_within_budget(result, exact[name], eager[name], name)
-
-
-@pytest.mark.parametrize("softcap", [50.0, 64.0])
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_rows_with_all_logits_at_the_cap_are_averages(sign: float, softcap: float) -> None:
-    """The weights neither overflow nor vanish."""
-    q = torch.full((1, 2, 300, 16), 10.0)
-    k, v = sign * q[:, :1], torch.randn(1, 1, 300, 16, generator=torch.Generator().manual_seed(0))
-    out = library.attention(Heads(q, k, v), Visible(), Options(1.0, softcap, causal=True))
-    counts = torch.arange(1, 301)
-    expected = (v.cumsum(-2) / counts[:, None]).expand(out.shape)
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)

@@ -32,22 +32,36 @@ SHAPE_CASES = [
     ),
 ]
 OPTION_CASES = [
-    *(Case(queries=111, causal=causal, window=w) for causal in (False, True) for w in (1, 2, 20, 64, 110, 111, 500)),
+    *(
+        Case(queries=111, causal=causal, window=w)
+        for w, causal in covering((1, 2, 20, 64, 110, 111, 500), CAUSAL, strength=1)
+    ),
     *(Case(softcap=cap, causal=True, spread=spread) for cap in (5.0, 50.0, 64.0, 70.0) for spread in (1.0, 50.0)),
-    *(Case(mask=mask, softcap=cap) for mask, cap in covering(MASKS, (70.0, None), strength=1)),
-    *(Case(queries=80, mask=mask, causal=True, window=30, softcap=50.0) for mask in MASKS),
-    *(Case(sinks=True, softcap=cap, causal=True, mask=m) for cap in (None, 5.0, 70.0) for m in (None, "bool:B1TS")),
-    *(Case(dropout=0.3, softcap=cap, causal=True, mask=m) for cap in (None, 5.0, 70.0) for m in (None, "bool:B1TS")),
+    *(
+        Case(queries=80, mask=mask, softcap=cap, causal=causal, window=window)
+        for mask, cap, (causal, window) in covering(MASKS, (70.0, None), ((False, None), (True, 30)), strength=1)
+    ),
+    *(
+        Case(softcap=cap, causal=True, mask=mask, sinks=not dropout, dropout=dropout)
+        for cap, mask, dropout in covering((None, 5.0, 70.0), (None, "bool:B1TS"), (0.0, 0.3))
+    ),
     Case(queries=111, keys=63, causal=True, sinks=True),
     Case(queries=111, keys=63, causal=True, dropout=0.3),
     Case(heads=14, queries=111, causal=True, window=30, softcap=70.0, mask="add:B1TS", sinks=True, dropout=0.1),
 ]
 RANGES = ("left_padding", "right_padding", "packed", "window", "shared", "nothing")
 RANGE_CASES = [
-    *(Case(queries=n, ranges=kind, softcap=cap) for n, kind, cap in covering((1, 63, 150), RANGES, CAPS)),
-    *(Case(batch=3, queries=n, keys=s, ranges=kind) for n, s in ((1, 63), (65, 200), (111, 63)) for kind in RANGES),
-    *(Case(queries=111, ranges=kind, causal=True, window=30, sinks=True) for kind in RANGES),
-    *(Case(queries=111, ranges=kind, mask="bool:B1TS", softcap=5.0) for kind in RANGES),
-    *(Case(queries=111, ranges=kind, mask="add:B11S", window=40) for kind in RANGES),
-    *(Case(heads=14, queries=111, ranges=kind, dropout=0.3, softcap=70.0) for kind in RANGES),
+    Case(queries=queries, keys=keys, ranges=kind, **options)
+    for kind, (queries, keys), options in covering(
+        RANGES,
+        ((1, None), (63, None), (150, None), (1, 63), (65, 200), (111, 63)),
+        (
+            {"softcap": 50.0},
+            {"batch": 3},
+            {"causal": True, "window": 30, "sinks": True},
+            {"mask": "bool:B1TS", "softcap": 5.0},
+            {"mask": "add:B11S", "window": 40},
+            {"heads": 14, "dropout": 0.3, "softcap": 70.0},
+        ),
+    )
 ]

@@ -40,19 +40,19 @@ def rotation(length: int) -> Rotary:
     return Rotary(half(2, length, D // 2), half(2, length, D // 2))
 
 
-def decode(keys: int, window: int | None = None) -> None:
+def decode(keys: int) -> None:
     """A step with a growing cache: norm and RoPE, then attention over all keys."""
     norm = Norm("rms", half(D))
     made = norm_rope.forward(draw(1), draw(1, 2), norm, norm, rotation(1))
     cache = half(2, 2, keys, D)
-    attention.forward(Heads(made.q, cache, cache), Visible(), Options(D**-0.5, None, True, window))
+    attention.forward(Heads(made.q, cache, cache), Visible(), Options(D**-0.5, None, True))
 
 
-def train(length: int, window: int | None = None) -> None:
+def train(length: int) -> None:
     """A step of training, forward and backward."""
     norm = Norm("rms", half(D))
     heads = Heads(draw(length), draw(length, 2), draw(length, 2), norm, norm, rotation(length))
-    options = Options(D**-0.5, None, True, window)
+    options = Options(D**-0.5, None, True)
     result = attention.forward(heads, Visible(), options)
     attention.backward(draw(length), heads, Visible(), options, result.out, result.normaliser)
 
@@ -80,9 +80,7 @@ KEYS = (256, 257, 272, 511, 512, 513, 1000, 1024, 4096, 5000)
 LENGTHS = (1, 2, 15, 16, 17, 100, 128, 1000, 1024, 8192)
 CASES = {
     "decode": lambda: [decode(keys) for keys in KEYS],
-    "decode, window": lambda: [decode(keys, window=1000) for keys in KEYS],
     "train": lambda: [train(length) for length in LENGTHS],
-    "train, window": lambda: [train(length, window=100) for length in LENGTHS],
     "prefill": lambda: [prefill(queries, keys) for queries in (70, 80, 128) for keys in KEYS],
 }
 

@@ -14,7 +14,6 @@ from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.tables import make_batch, randomise, sharp_model
-from qknorm_tests.tiny import tiny_model
 
 RMS = Scheme(q="rms", k="rms")
 SCHEMES = {
@@ -82,7 +81,3 @@ def wrapped(model: PreTrainedModel, *, fresh: bool = False) -> peft.PeftModel:
 def knees_of(model: Any) -> dict[str, Tensor]:
     """The shapes of a patched model's norms, by name."""
     return {name: value.clone() for name, value in model.state_dict().items() if name.endswith(".knee")}
-
-
-def without_gain() -> PreTrainedModel:
-    return patch_model(tiny_model("llama"), Scheme(q="rms", k="rms", gain="none"))

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -40,14 +38,6 @@ def by_ddp(folder: Path, rank: int) -> Any:
     model = kneed("lp", **({"knee": 0.5, "power": 3.0} if rank else {}))
     ddp = DistributedDataParallel(model)
     ddp(torch.arange(8)[None])
-    return model
-
-
-def by_broadcast(folder: Path, rank: int) -> Any:
-    """Rank 1 has a fresh model, and rank 0 the state."""
-    model = fully_shard(plain("lp"), mesh=init_device_mesh("cpu", (2,)))
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, {} if rank else kneed("lp").state_dict(), options=options)
     return model
 
 
@@ -115,7 +105,6 @@ def by_fsdp1(folder: Path, rank: int) -> Any:
 
 TASKS: dict[str, Callable[[Path, int], Any]] = {
     "ddp": by_ddp,
-    "broadcast": by_broadcast,
     "zero2": lambda folder, rank: by_zero(folder, rank, 2),
     "zero3": lambda folder, rank: by_zero(folder, rank, 3),
     "fsdp1": by_fsdp1,

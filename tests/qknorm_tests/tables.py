@@ -60,12 +60,12 @@ OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
 CHANGED = {"doge", "moshi"}
 
 
-# Their input is more than tokens: tests/families/test_own_inputs.py runs over them
+# Their input is more than tokens: tests/families/test_other_models.py runs over them
 OWN_INPUTS = ("musicgen_decoder", "musicgen_melody_decoder")
 
 
 def causal_families() -> list[str]:
-    """The model types that have a causal language model of tokens; tests/families/test_vision.py has others."""
+    """The model types that have a causal language model of tokens; tests/families/test_other_models.py has others."""
     loaded = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PARTS}
     known = [model_type for model_type in known_families() if model_type in loaded and model_type not in OWN_INPUTS]
     return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type in CHANGED)]

@@ -1,4 +1,4 @@
-"""Tiny bidirectional models of images and text, and CLIP's text model: how each is made, called and trained."""
+"""Tiny models that are no causal language models of tokens alone: how each is made, called and trained."""
 
 from __future__ import annotations
 
@@ -43,17 +43,29 @@ MORE = {
 } | {name: (name, "AutoModel", {"attention_probs_dropout_prob": 0.1}) for name in ("deit", "ijepa", "vit_msn")}
 
 
+SEQ2SEQ = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
+# Encoder-decoders, whose three attentions are patched alike, and the codebooks of MusicGen
+OTHERS = {
+    **{name: (name, "AutoModelForSeq2SeqLM", {"attention_dropout": 0.1}) for name in SEQ2SEQ},
+    "whisper": ("whisper", "AutoModelForSpeechSeq2Seq", {"attention_dropout": 0.1}),
+    "musicgen_decoder": ("musicgen_decoder", "MusicgenForCausalLM", {"attention_dropout": 0.1}),
+    "musicgen_melody_decoder": ("musicgen_melody_decoder", "MusicgenMelodyForCausalLM", {"attention_dropout": 0.1}),
+}
+EVERY = CASES | MORE | OTHERS
+LENGTH, BOOKS = 12, 2  # of MusicGen: tokens, and codebooks
+
+
 def type_of(case: str) -> str:
-    return (CASES | MORE)[case][0]
+    return EVERY[case][0]
 
 
 def auto_of(case: str) -> Any:
-    return getattr(transformers, (CASES | MORE)[case][1])
+    return getattr(transformers, EVERY[case][1])
 
 
 def made(case: str) -> PreTrainedModel:
     """A tiny model in eval mode whose attention logits spread over several nats, with no bias at zero."""
-    model_type, _, settings = (CASES | MORE)[case]
+    model_type, _, settings = EVERY[case]
     config = tiny_config(model_type, **settings)
     torch.manual_seed(0)
     auto = auto_of(case)
@@ -70,7 +82,9 @@ def made(case: str) -> PreTrainedModel:
 
 def batches(case: str) -> list[dict[str, Any]]:
     """Images, or text without padding and with it at either side; with labels where the model has a loss for them."""
-    model_type, auto, _ = (CASES | MORE)[case]
+    model_type, auto, _ = EVERY[case]
+    if case in OTHERS:
+        return [codebooks(case)] if "musicgen" in case else [translation(case, kind) for kind in ("plain", "left")]
     if model_type not in IMAGES:
         labels = auto == "AutoModelForMaskedLM"
         return [make_batch(kind, labels=labels) for kind in ("plain", "left", "right")]
@@ -83,6 +97,29 @@ def batches(case: str) -> list[dict[str, Any]]:
     return [batch]
 
 
+def codebooks(case: str) -> dict[str, Any]:
+    """Tokens of which the first row is padded at the left, and a text to attend to."""
+    generator = torch.Generator().manual_seed(0)
+    mask, seen = torch.ones(2, LENGTH, dtype=torch.long), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :4], seen[1, 5:] = 0, 0
+    batch = {
+        "input_ids": torch.randint(3, 64, (2 * BOOKS, LENGTH), generator=generator),
+        "encoder_hidden_states": torch.randn(2, 7, 64, generator=generator),
+        "labels": torch.randint(3, 64, (2, LENGTH, BOOKS), generator=generator),
+    }
+    if case == "musicgen_decoder":  # the other puts the states in front of its input, and its steps mask neither
+        batch |= {"attention_mask": mask, "encoder_attention_mask": seen}
+    return batch
+
+
+def translation(case: str, kind: str) -> dict[str, Any]:
+    """A source, with padding or without, and a target of another length."""
+    batch = make_batch(kind, labels=False)
+    if case == "whisper":
+        batch = {"input_features": torch.randn(2, 8, 64, generator=torch.Generator().manual_seed(0))}
+    return batch | {"labels": torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))}
+
+
 def out_of(result: Any) -> Tensor:
     return next(result[name] for name in ("logits", "reconstruction", "last_hidden_state") if name in result)
 
@@ -90,7 +127,10 @@ def out_of(result: Any) -> Tensor:
 def seen(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
     """The model's logits for the batch, without those of padding."""
     out = out_of(model(**batch))
-    return out[real(batch)] if "attention_mask" in batch else out
+    if "encoder_hidden_states" in batch:
+        rows = batch.get("attention_mask", torch.ones(2, LENGTH)).bool().repeat_interleave(BOOKS, 0)
+        return out[:, -LENGTH:][rows]
+    return out[real(batch)] if "attention_mask" in batch and out.shape[:2] == batch["attention_mask"].shape else out
 
 
 def step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import sys
 from types import ModuleType
 from typing import Any
@@ -38,37 +37,12 @@ def test_bundled_code_computes_the_same_as_the_package(run):
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
-def test_it_bundles_only_needed_definitions():
-    tree = ast.parse(Bundle((("hf_qknorm.ops.reference", "attention"),)).text())
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    assert defined == ["Attended", "visible", "in_ranges", "attention"]
-
-
 def test_definitions_of_equal_names_get_their_modules_names(run):
     bundle = Bundle(PROJECTIONS)
     assert [bundle.bundled_name(root) for root in PROJECTIONS] == ["style_project", "latent_project"]
     names = run(bundle.text())
     assert "project" not in names
     assert {"style_project", "latent_project"} <= set(names)
-
-
-def test_references_to_a_renamed_definition_are_renamed(run):
-    """MiniCPM 3's style refers to its `project`, and another module's `project` is bundled too."""
-    bundle = Bundle((("hf_qknorm.families.latent", "MINICPM3"), PROJECTIONS[0]))
-    names = run(bundle.text())
-    assert names["MINICPM3"].project is names["latent_project"]
-
-
-def test_a_replacement_is_bundled_instead_of_the_original():
-    attention_class = ("hf_qknorm.model.attention", "attention_class")
-    plain = {
-        ("hf_qknorm.model.raw_heads", "fused_attention"): ("hf_qknorm.standalone.runtime", "no_kernel"),
-        ("hf_qknorm.model.raw_heads", "norm_rotate"): ("hf_qknorm.standalone.runtime", "no_kernel"),
-        ("hf_qknorm.attend.functions", "CAP_BACKENDS"): ("hf_qknorm.standalone.runtime", "CAP_BACKENDS"),
-    }
-    text = Bundle((attention_class,), plain, {("hf_qknorm.families", "FAMILIES"): ("llama",)}).text()
-    assert "no_kernel" in text
-    assert "def kernel_rotary" not in text
 
 
 def test_a_table_is_limited_to_the_given_keys(run):

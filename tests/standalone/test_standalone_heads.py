@@ -1,54 +1,78 @@
-"""Without the package, classifiers and taggers load too, whose base model transformers makes by its config."""
+"""Without the package, heads of every kind, encoders and types that take a cap alone compute the same."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
-from hf_qknorm import SCHEMES, add_standalone, patch_model
+from hf_qknorm import Scheme, add_standalone, patch_model
 from hf_qknorm.convert.card import render_card
+from qknorm_tests import capped_types, vision_cases
 from qknorm_tests.children import child
-from qknorm_tests.tables import make_batch, randomise, sharp_model
+from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
 
 IMAGES = ("DeiTForImageClassification", "DeiTForImageClassificationWithTeacher")
-HEADS = ("AutoModelForSequenceClassification", "AutoModelForTokenClassification", "AutoModelForQuestionAnswering")
-LOAD_HEADS = """
+HEADS = ("AutoModelForSequenceClassification", "AutoModelForQuestionAnswering", "AutoModelForCausalLM")
+ALONE = """
 import sys
-sys.modules["hf_qknorm"] = None
+sys.modules["hf_qknorm"] = None  # before anything that could import it
 import torch, transformers
-tokens = torch.load(sys.argv[1])
-for folder in sys.argv[2:]:
-    auto = getattr(transformers, folder.rpartition("/")[2])
-    model = auto.from_pretrained(folder, trust_remote_code=True)
+from safetensors.torch import load_file, save_file
+for argument in sys.argv[1:]:
+    folder, auto = argument.rsplit(":", 1)
+    model = getattr(transformers, auto).from_pretrained(folder, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules")
     assert type(model.base_model).__module__ == type(model).__module__, "the base model is the checkpoint's own too"
     with torch.no_grad():
-        torch.save(model(tokens)[0], folder + "/alone.pt")
+        out = model(**load_file(f"{folder}/batch.safetensors"))[0]
+    save_file({"out": out.contiguous()}, f"{folder}/alone.safetensors")
 """
 
 
+def cases(every: bool) -> Iterator[tuple[str, PreTrainedModel, dict[str, Any]]]:
+    """The Auto class of each model, the model, and a batch: heads of Llama, encoders, and types that take a cap alone.
+
+    Llama's classifiers make their base model by `AutoModel.from_config`.
+    """
+    for auto in HEADS:
+        model = getattr(transformers, auto).from_config(sharp_model("llama").config)
+        yield auto, patch_model(model, "qk_norm_cap"), make_batch("plain", labels=False)
+    for case in vision_cases.CASES | vision_cases.MORE if every else ("bert", "vit"):
+        auto = (vision_cases.CASES | vision_cases.MORE)[case][1]
+        if auto.startswith("Auto"):  # SigLIP's model of text has no Auto class
+            batch = {name: x for name, x in vision_cases.batches(case)[-1].items() if name != "labels"}
+            yield auto, patch_model(vision_cases.made(case), Scheme(q="rms", k="rms", softcap=5.0)), batch
+    for model_type, (auto, _) in capped_types.TYPES.items():
+        model = patch_model(capped_types.made(model_type), Scheme(softcap=0.5))
+        yield auto, model, capped_types.batch_for(model_type)
+
+
 @torch.no_grad()
-def test_without_the_package_heads_of_every_kind_load(tmp_path):
-    """Llama's classifiers make their base model by `AutoModel.from_config`; all load in one process."""
-    tokens = make_batch("plain")["input_ids"][:1]
-    torch.save(tokens, tmp_path / "tokens.pt")
-    expected = {}
-    for name in (*HEADS, "AutoModelForCausalLM"):
-        model = getattr(transformers, name).from_config(sharp_model("llama").config)
-        model = randomise(patch_model(model, SCHEMES["qk_norm_cap"])).eval()
-        add_standalone(model)
-        model.save_pretrained(tmp_path / name)
-        expected[name] = model(tokens)[0]
-    child(LOAD_HEADS, tmp_path / "tokens.pt", *(tmp_path / name for name in expected), home=tmp_path)
-    for name, output in expected.items():
-        torch.testing.assert_close(torch.load(tmp_path / name / "alone.pt"), output, atol=1e-5, rtol=1e-5)
+def test_without_the_package_models_of_every_kind_compute_the_same(pytestconfig, tmp_path):
+    """All load in one process."""
+    expected, arguments = [], []
+    for number, (auto, model, batch) in enumerate(cases(pytestconfig.getoption("--all-families"))):
+        folder = tmp_path / str(number)
+        add_standalone(randomise(model).eval())
+        model.save_pretrained(folder)
+        save_file({name: x.contiguous() for name, x in batch.items()}, folder / "batch.safetensors")
+        expected.append(model(**batch)[0])
+        arguments.append(f"{folder}:{auto}")
+    child(ALONE, *arguments, home=tmp_path)
+    for number, output in enumerate(expected):
+        found = load_file(tmp_path / str(number) / "alone.safetensors")["out"]
+        assert_near(found, output, 1e-5, arguments[number])
 
 
-@pytest.mark.parametrize("marked", ["model", "folder"])
-@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize(("name", "marked"), [*zip(IMAGES, ["model", "folder"], strict=True)])
 def test_each_of_two_classifiers_of_one_auto_class_is_loaded(name, marked, tmp_path):
     """The other one would have a random classifier."""
     model = patch_model(getattr(transformers, name)(tiny_config("deit")), "qk_norm")

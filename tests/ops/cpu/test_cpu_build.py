@@ -75,24 +75,6 @@ def test_inference_does_not_wait_for_the_compiler(loader: Loader) -> None:
     assert loader.calls == 1
 
 
-def test_a_library_that_is_there_is_loaded_at_once(loader: Loader, caplog: pytest.LogCaptureFixture) -> None:
-    build._library().parent.mkdir(parents=True)
-    build._library().touch()
-    assert build.why_not(wait=False) is None
-    assert loader.calls == 1
-    assert not caplog.records
-
-
-def test_traces_and_workers_do_not_compile(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        assert "not compiled yet" in str(build.why_not())
-    with monkeypatch.context() as patch:
-        patch.setattr("multiprocessing.current_process", lambda: type("Worker", (), {"daemon": True}))
-        assert "not compiled yet" in str(build.why_not())
-    assert loader.calls == 0
-
-
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(loader: Loader) -> None:
     loader.done.clear()
@@ -165,15 +147,15 @@ def test_the_sources_compile_for_every_cpu(
     subprocess.run([*command, str(build.SOURCES / "backward.cpp")], check=True)
 
 
-@pytest.mark.parametrize(("owner", "name"), [(torch.backends.cpu, "get_cpu_capability"), (platform, "system")])
-def test_other_machines_are_a_reason(owner: object, name: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(owner, name, lambda: "other")
-    assert "other" in str(build.why_not())
-
-
-def test_a_folder_that_cannot_be_written_is_a_reason(
+def test_other_machines_and_folders_are_a_reason(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    for owner, name in ((torch.backends.cpu, "get_cpu_capability"), (platform, "system")):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, lambda: "other")
+            forget_the_build()
+            assert "other" in str(build.why_not())
+    forget_the_build()
     (fresh / "file").touch()
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(fresh / "file"))
     assert "NotADirectoryError" in str(build.why_not())

@@ -1,225 +1,117 @@
-"""Attention of a few queries over many keys against the oracle."""
+"""Attention of a few queries over many keys against the oracle; its normaliser is tested by gradients."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.triton import attention_decode
-from hf_qknorm.ops.triton.launch import LOG2E
-from hf_qknorm.ops.types import Heads, Options, Visible
+from hf_qknorm.ops.triton import attention, attention_decode
+from hf_qknorm.ops.types import Heads
 from qknorm_tests.error_budget import assert_within_budget
-from qknorm_tests.norm_cases import DEVICE, lay_out
-from qknorm_tests.random_qkv import make_qkv
+from qknorm_tests.kernel_cases import DEVICE, Problem, lay_out, log_sum_exp, plain_problem
+from qknorm_tests.tiled_cases import Case
 
-HALF, BRAIN = torch.float16, torch.bfloat16
+FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
+STEP = {"batch": 3, "heads": 8, "queries": 1, "keys": 600}
+CHUNK = {"heads": 8, "queries": 3, "keys": 300}
 
-
-class Case(NamedTuple):
-    """One call. The first batch entry sees `filled` keys, the second all of these but two on the left."""
-
-    queries: int = 1
-    keys: int = 600
-    heads: tuple[int, int] = (8, 2)
-    head_dim: int = 16
-    dtype: torch.dtype = torch.float32
-    softcap: float | None = 50.0
-    causal: bool = True
-    window: int | None = None
-    sinks: bool = False
-    filled: int | None = None
-    splits: int | None = None
-    spread: float = 1.0
-    batch: int = 2
-
-    def __str__(self) -> str:
-        changed = [f"{name}={x}" for name, x in self._asdict().items() if x != self._field_defaults[name]]
-        return "-".join(changed).replace("torch.", "") or "plain"
-
-    @property
-    def rows(self) -> int:
-        """The queries of a group's heads."""
-        return self.heads[0] // self.heads[1] * self.queries
-
-    @property
-    def options(self) -> Options:
-        if self.filled is not None:  # ranges replace causality: the last query is not at the last key
-            return Options(self.head_dim**-0.5, self.softcap)
-        return Options(self.head_dim**-0.5, self.softcap, self.causal, self.window)
-
-    @property
-    def ranges(self) -> Tensor | None:
-        """The ranges of a causal mask over a static cache with left padding."""
-        if self.filled is None:
-            return None
-        stop = torch.arange(self.filled - self.queries, self.filled) + 1
-        start = torch.tensor([0, 2])[:, None].expand(-1, self.queries)
-        if self.window is not None:
-            start = torch.maximum(start, stop - self.window)
-        stop = torch.maximum(stop, start)
-        return torch.stack([start, stop], -1).to(DEVICE, torch.int32)
-
-
-CASES = [
-    Case(),
-    Case(softcap=None, heads=(2, 2), head_dim=80, dtype=BRAIN, keys=500),
-    Case(softcap=100.0, heads=(7, 1), head_dim=128, dtype=BRAIN),
-    Case(heads=(4, 1), head_dim=96, dtype=HALF, queries=3),
-    Case(keys=1, heads=(7, 1), dtype=BRAIN),
-    Case(keys=2, queries=3, softcap=None, sinks=True),
-    Case(keys=3, softcap=None, spread=20.0),
-    Case(keys=255, queries=3, heads=(2, 2), head_dim=128),
-    Case(keys=256, heads=(7, 1), head_dim=80, dtype=HALF, softcap=None),
-    Case(keys=257, queries=3, heads=(7, 1), head_dim=128, dtype=BRAIN, splits=2),
-    Case(queries=3, splits=17, keys=300, head_dim=96, spread=6.0, softcap=None),
-    Case(splits=17, keys=300, head_dim=128, spread=3.0, softcap=64.0),
-    Case(splits=5, heads=(8, 1), queries=8, dtype=BRAIN, head_dim=80),
-    Case(window=103, queries=3, splits=4, dtype=BRAIN, sinks=True),
-    Case(window=1, splits=3, dtype=HALF, softcap=None),
-    Case(window=70, causal=False, queries=3, splits=3),
-    Case(window=2**31 - 1, causal=False, queries=3, keys=300, splits=2),
-    Case(causal=False, queries=3, keys=257, sinks=True, softcap=100.0, splits=2),
-    Case(filled=300, queries=3, heads=(4, 1), dtype=BRAIN, head_dim=96),
-    Case(filled=300, heads=(7, 1), sinks=True, splits=9, dtype=HALF),
-    Case(filled=500, queries=3, window=150, softcap=None, splits=2, head_dim=80),
-    Case(filled=3, queries=3, keys=64, splits=3, sinks=True),
-    Case(filled=2, queries=2, keys=257, splits=2, dtype=BRAIN, softcap=None),
-    Case(keys=300, head_dim=256, dtype=BRAIN, sinks=True, splits=2),
-    Case(keys=150, queries=23, heads=(7, 1), sinks=True, splits=3),  # 161 rows in three blocks
-    Case(keys=130, queries=40, heads=(4, 2), dtype=BRAIN, window=20, splits=2),
-    Case(filled=100, keys=256, queries=35, heads=(2, 1), dtype=HALF, softcap=None, splits=3),
+# The case, its dtype, the splits of the keys if they are fixed, and how many keys of a cache are filled
+CASES: list[tuple[Case, torch.dtype, int | None, int | None]] = [
+    (Case(**STEP, causal=True, softcap=50.0), FULL, None, None),
+    (Case(**STEP | {"heads": 2, "batch": 12}, causal=True, head_dim=80), BRAIN, None, None),
+    (Case(**STEP | {"heads": 7, "heads_kv": 1, "batch": 4}, softcap=100.0, head_dim=128), BRAIN, None, None),
+    (Case(**STEP | {"keys": 3, "batch": 12}, causal=True, spread=20.0), FULL, None, None),
+    (Case(**STEP | {"keys": 1}, causal=True, softcap=50.0), BRAIN, None, None),
+    (Case(**STEP, causal=True, window=1), HALF, 3, None),
+    (Case(**STEP, softcap=50.0, sinks=True), HALF, 9, 300),
+    (Case(**CHUNK, causal=True, softcap=50.0, head_dim=96), HALF, None, None),
+    (Case(**CHUNK | {"keys": 255, "heads": 2}, causal=True, softcap=50.0, head_dim=128), FULL, None, None),
+    (Case(**CHUNK | {"keys": 257, "heads": 7, "heads_kv": 1}, causal=True, head_dim=128), BRAIN, 2, None),
+    (Case(**CHUNK, causal=True, head_dim=96, spread=6.0), FULL, 17, None),
+    (Case(**CHUNK, causal=True, window=103, sinks=True, softcap=50.0), BRAIN, 4, None),
+    (Case(**CHUNK, window=2**31 - 1, softcap=50.0), FULL, 2, None),
+    (Case(**CHUNK | {"keys": 257}, sinks=True, softcap=100.0), FULL, 2, None),
+    (Case(**CHUNK, softcap=50.0, head_dim=96), BRAIN, None, 200),
+    (Case(**CHUNK | {"keys": 500}, head_dim=80), FULL, 2, 450),
+    (Case(**CHUNK | {"keys": 257, "queries": 2}), BRAIN, 2, 2),
+    (Case(**CHUNK | {"keys": 130}, causal=True, softcap=50.0, sinks=True, head_dim=256), BRAIN, 2, None),
+    (Case(batch=1, heads=7, heads_kv=1, queries=23, keys=150, causal=True, sinks=True), FULL, 3, None),  # three blocks
+    (Case(batch=1, queries=40, keys=130, causal=True, window=20, softcap=50.0), BRAIN, 2, None),
+    (Case(batch=1, heads=2, heads_kv=1, queries=35, keys=256), HALF, 3, 100),
 ]
 
 
-class Call(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    visible: Visible
-
-    def run(self, case: Case) -> tuple[Tensor, Tensor]:
-        return attention_decode.forward(*self, case.options)
-
-
-def draw(case: Case, seed: int = 0) -> Call:
-    """The call's tensors on the device; keys beyond the filled part of the cache are large."""
-    shape = (case.batch, *case.heads, case.queries, case.keys, case.head_dim)
-    heads = make_qkv(*shape, dtype=case.dtype, spread=case.spread, seed=seed)
-    q, k, v = (x.detach().to(DEVICE) for x in heads)
-    if case.filled is not None:
-        for x in (k, v):
-            x[:, :, case.filled :] = 3e4 * torch.randn_like(x[:, :, case.filled :]).sign()
-    sinks = torch.linspace(-9.0, 9.0, case.heads[0]).to(DEVICE, case.dtype) if case.sinks else None
-    return Call(q, k, v, Visible(case.ranges, sinks))
-
-
-def plain(call: Call, case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The oracle's output, and log2-sum-exp2 `[B, H, T]`, computed in `dtype`."""
-    q, k, v = (x.to(dtype) for x in call[:3])
-    ranges, sinks, *_ = call.visible
-    out = reference.attend(Heads(q, k, v), call.visible, case.options).out
-    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * case.head_dim**-0.5
-    if case.softcap is not None:
-        logits = case.softcap * torch.tanh(logits / case.softcap)
-    seen = reference.visible(case.queries, case.keys, case.options.causal, case.options.window, DEVICE)
-    if ranges is not None:
-        seen = reference.in_ranges(ranges, case.keys)
-    logits = logits.masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        sink = sinks.to(dtype).view(1, -1, 1, 1).expand(*logits.shape[:3], 1)
-        logits = torch.cat([logits, sink], -1)
-    lse = logits.logsumexp(-1) * LOG2E
-    return out, lse.masked_fill(lse == -math.inf, math.inf)
+def fill(problem: Problem, filled: int) -> Problem:
+    """As in a static cache with left padding: causal ranges over so many keys, and large numbers behind them."""
+    (batch, _, queries, _), (_, k, v, *_) = problem.heads.q.shape, problem.heads
+    for x in (k, v):
+        x[:, :, filled:] = 3e4 * torch.randn_like(x[:, :, filled:]).sign()
+    stop = torch.arange(filled - queries, filled) + 1
+    start = torch.minimum(2 * torch.arange(batch)[:, None], stop)
+    ranges = torch.stack([start, stop.expand(batch, -1)], -1).to(DEVICE, torch.int32)
+    return problem._replace(visible=problem.visible._replace(ranges=ranges))
 
 
 def force(monkeypatch: pytest.MonkeyPatch, splits: int | None) -> None:
+    """Let no other kernel run, and fix the number of splits."""
+    monkeypatch.setattr(attention, "forward_kernel", None)
     if splits is not None:
         monkeypatch.setattr(attention_decode, "splits", lambda q, k: splits)
 
 
-def log2_of(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The output, and log2-sum-exp2 `[B, H, T]` of its normaliser; +∞ without keys."""
-    out, (peak, total) = found[0], found[1].unbind(-1)
-    return out, torch.where(total == 0, math.inf, peak + total.log2())
+def run(problem: Problem) -> attention.Result:
+    return attention.forward(problem.heads, problem.visible, problem.options)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_output_and_log_sum_exp(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare errors over many rows, of several calls if needed: that of one row depends on its few keys."""
-    force(monkeypatch, case.splits)
-    rows, wanted = case.batch * case.heads[0] * case.queries, 24 if case.spread <= 3 else 96
-    calls = [draw(case, seed) for seed in range(math.ceil(wanted / rows))]
-    outs, lses = zip(*(log2_of(call.run(case)) for call in calls), strict=True)
-    for call, out in zip(calls, outs, strict=True):
-        assert out.transpose(1, 2).is_contiguous()
-        assert out.dtype == case.dtype
-        assert not out[~reached(call, case)].any()
-    (exact, exact_lse), (eager, eager_lse) = (
-        tuple(torch.cat(x) for x in zip(*(plain(call, case, dtype) for call in calls), strict=True))
-        for dtype in (torch.float64, case.dtype)
-    )
-    lse = torch.cat(lses)
-    assert_within_budget(torch.cat(outs), exact, eager, "out")
-    finite = exact_lse.isfinite()
-    assert torch.equal(lse.isfinite(), finite)
-    assert_within_budget(lse[finite], exact_lse[finite], eager_lse[finite], "lse")
+def attended(problem: Problem, dtype: torch.dtype) -> reference.Attended:
+    """The oracle in this dtype."""
+    return problem.attended({name: x.detach().to(dtype) for name, x in problem.leaves.items()})
 
 
-def reached(call: Call, case: Case) -> Tensor:
-    """Which queries see a key, `[B, H, T]`."""
-    if call.visible.ranges is None:
-        seen = reference.visible(case.queries, case.keys, case.causal, case.window, DEVICE).any(-1)
-    else:
-        seen = (call.visible.ranges[..., 1] > call.visible.ranges[..., 0])[:, None]
-    return seen.expand(call.q.shape[:3])
+@pytest.mark.parametrize(("case", "dtype", "splits", "filled"), CASES, ids=str)
+def test_the_output(
+    case: Case, dtype: torch.dtype, splits: int | None, filled: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    force(monkeypatch, splits)
+    problem = plain_problem(case, dtype)
+    problem = problem if filled is None else fill(problem, filled)
+    out, (exact, eager) = run(problem).out, (attended(problem, x) for x in (torch.float64, dtype))
+    assert out.transpose(1, 2).is_contiguous()
+    assert out.dtype == dtype
+    assert not out[exact.weights.sum(-1) == 0].any()
+    assert_within_budget(out, exact.out, eager.out)
 
 
-@pytest.mark.parametrize("sink", [-math.inf, -90.0, 40.0, 300.0])
-@pytest.mark.parametrize("softcap", [None, 50.0])
-def test_sinks_of_any_size(sink: float, softcap: float | None) -> None:
+@pytest.mark.parametrize(("sink", "softcap"), [(-math.inf, 50.0), (-90.0, None), (40.0, 50.0), (300.0, None)])
+def test_sinks_of_any_size(sink: float, softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums without a maximum are combined with sinks that overflow without one."""
-    case = Case(keys=512, softcap=softcap, queries=2, heads=(2, 1))
-    call = draw(case)
+    force(monkeypatch, None)
+    problem = plain_problem(Case(heads=2, heads_kv=1, queries=2, keys=512, causal=True, softcap=softcap), FULL)
     sinks = torch.tensor([sink, 0.0], device=DEVICE)
-    call = call._replace(visible=Visible(None, sinks))
-    out, lse = log2_of(call.run(case))
-    (exact, exact_lse), (eager, eager_lse) = plain(call, case, torch.float64), plain(call, case, torch.float32)
+    problem = problem._replace(visible=problem.visible._replace(sinks=sinks))
+    found, exact, eager = run(problem), attended(problem, torch.float64), attended(problem, FULL)
     for head in range(2):
-        assert_within_budget(out[:, head], exact[:, head], eager[:, head], "out")
-        assert_within_budget(lse[:, head], exact_lse[:, head], eager_lse[:, head], "lse")
+        assert_within_budget(found.out[:, head], exact.out[:, head], eager.out[:, head])
+    missing = (1 - exact.weights.sum(-1))[:, 0]  # the share of the sink
+    log_share = sink - log_sum_exp(found.normaliser)[:, 0]
+    torch.testing.assert_close(log_share.exp(), missing, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [("tokens", "gaps"), ("sparse", "gaps"), ("gaps", "sparse")])
 def test_any_strides(queries: str, keys: str) -> None:
-    case = Case(queries=3, keys=300, dtype=BRAIN)
-    call = draw(case)
-    view = call._replace(q=lay_out(call.q, queries), k=lay_out(call.k, keys), v=lay_out(call.v, keys))
-    torch.testing.assert_close(view.run(case), call.run(case), rtol=0, atol=0)
+    problem = plain_problem(Case(**CHUNK, causal=True, softcap=50.0), BRAIN)
+    layouts = zip(problem.heads[:3], (queries, keys, keys), strict=True)
+    view = problem._replace(heads=Heads(*(lay_out(x, layout) for x, layout in layouts)))
+    assert torch.equal(run(view).out, run(problem).out)
 
 
 def test_nan_reaches_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 3)
-    call = draw(Case())
-    call.q[0, 0] = float("nan")
-    for x in log2_of(call.run(Case())):
-        assert x[0, 0].isnan().all()
-        assert x[:, 1:].isfinite().all()
-
-
-def meta(*shape: int) -> Tensor:
-    return torch.empty(shape, device="meta")
-
-
-def test_splits_fill_the_processors_with_enough_keys_each() -> None:
-    def splits(batch: int, heads_kv: int, keys: int, queries: int = 1) -> int:
-        return attention_decode.splits(meta(batch, 8, queries, 16), meta(batch, heads_kv, keys, 16))
-
-    assert [splits(1, 8, keys) for keys in (1, 255, 511, 512, 4096, 32768)] == [1, 1, 1, 2, 16, 33]
-    assert [splits(batch, 8, 32768) for batch in (2, 16, 64)] == [17, 3, 1]
-    assert splits(1, 1, 32768) == 128
-    assert [splits(1, 2, 32768, queries) for queries in (16, 17, 200)] == [128, 66, 11]
+    problem = plain_problem(Case(**STEP, causal=True, softcap=50.0), FULL)
+    problem.heads.q[0, 0] = torch.nan
+    out = run(problem).out
+    assert out[0, 0].isnan().all()
+    assert out[:, 1:].isfinite().all()

@@ -9,7 +9,7 @@ from hf_qknorm.ops.triton import attention
 from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.types import Heads
 from qknorm_tests.error_budget import assert_within_budget
-from qknorm_tests.kernel_cases import DEVICE, lay_out, plain_problem, shrink_tiles
+from qknorm_tests.kernel_cases import DEVICE, lay_out, plain_problem, shrink_tiles, use_pointers
 from qknorm_tests.tiled_cases import Case
 
 FULL, HALF, BRAIN = torch.float32, torch.float16, torch.bfloat16
@@ -71,9 +71,25 @@ SINKS = [
 ]
 
 
-@pytest.mark.parametrize(("case", "dtype"), [*SHAPES, *WINDOWS, *RANGES, *SINKS], ids=str)
-def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+PADDED = [
+    (Case(**THREES, queries=33, keys=40, causal=True, head_dim=80, softcap=5.0), HALF),
+    (Case(**PAIR, queries=40, ranges="packed", head_dim=96), BRAIN),
+    (Case(**THREES, queries=40, causal=True, window=20, head_dim=96, sinks=True), FULL),
+    (Case(**ONE, queries=40, keys=33, head_dim=192, softcap=50.0), BRAIN),
+    (Case(**ONE, queries=33, causal=True, head_dim=152), HALF),
+]
+# By pointers, as GPUs without a copy engine, and by descriptors
+CASES = [
+    *((*each, bool(i % 2)) for i, each in enumerate([*SHAPES, *WINDOWS, *RANGES, *SINKS])),
+    *((*each, pointers) for each in PADDED for pointers in (False, True)),
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "pointers"), CASES, ids=str)
+def test_output_and_gradients(case: Case, dtype: torch.dtype, pointers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     shrink_tiles(monkeypatch)
+    if pointers:
+        use_pointers(monkeypatch)
     plain_problem(case, dtype).check()
 
 
@@ -99,8 +115,11 @@ def test_tiles_of_every_shape(forward: Tile, monkeypatch: pytest.MonkeyPatch) ->
     plain_problem(Case(**ONE, queries=90, causal=True, window=37, softcap=5.0), FULL).check()
 
 
-@pytest.mark.parametrize("dtype", [FULL, BRAIN, HALF], ids=str)
-@pytest.mark.parametrize("case", [Case(queries=1), Case(queries=9, causal=True, window=1, softcap=5.0)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(Case(queries=1), FULL), (Case(queries=1), BRAIN), (Case(queries=9, causal=True, window=1, softcap=5.0), HALF)],
+    ids=str,
+)
 def test_a_single_key(case: Case, dtype: torch.dtype) -> None:
     """The weight is 1: the gradients of q and k are 0 and have no relative error."""
     problem = plain_problem(case, dtype)

@@ -9,7 +9,6 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_qknorm.ops.triton import attention, score_math
-from hf_qknorm.ops.triton.architectures import Tile
 from hf_qknorm.ops.triton.launch import dropout_numbers, launch
 from hf_qknorm.ops.types import Heads, Visible
 from qknorm_tests.error_budget import assert_within_budget
@@ -35,18 +34,17 @@ def drawn(problem: Problem) -> Tensor:
 
 
 DROPOUT = [
-    (Case(queries=60, head_dim=64, causal=True, dropout=0.3), FULL, None),
+    (Case(batch=1, queries=60, head_dim=32, causal=True, dropout=0.3), FULL, None),
     (Case(batch=1, heads=8, queries=33, head_dim=40, softcap=5.0, sinks=True, dropout=0.1), HALF, None),
-    (Case(queries=50, head_dim=80, ranges="packed", dropout=0.3), HALF, None),
+    (Case(queries=40, head_dim=40, ranges="packed", dropout=0.3), HALF, None),
     (
         Case(causal=True, softcap=50.0, dropout=0.3),
         BRAIN,
-        Raw(head_dim=64, length=50, rotary=(64, "half"), heads=(4, 1), dtype=BRAIN),
+        Raw(head_dim=32, length=50, rotary=(32, "half"), heads=(2, 1), dtype=BRAIN),
     ),
 ]
 
 
-@pytest.mark.costly
 @pytest.mark.parametrize(("case", "dtype", "raw"), DROPOUT, ids=str)
 def test_forward_and_backward_drop_the_same_weights(
     case: Case, dtype: torch.dtype, raw: Raw | None, monkeypatch: pytest.MonkeyPatch
@@ -97,24 +95,14 @@ def test_philox_gives_the_published_numbers() -> None:
     assert out.tolist() == expected
 
 
-def test_dropout_does_not_depend_on_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = plain_problem(Case(queries=64, head_dim=64, dropout=0.3), FULL)
-    mask = drawn(problem)
-    shrink_tiles(monkeypatch, forward=Tile(32, 16, 4, 1))
-    assert torch.equal(drawn(problem), mask)
-
-
 STATISTICS = [
     (Case(causal=True), FULL, None),
     (Case(batch=1, softcap=50.0, spread=3.0), BRAIN, None),
-    (Case(batch=1, queries=40, window=9, spread=5.0, sinks=True), FULL, None),
     (Case(batch=1, softcap=70.0, causal=True, window=20, spread=3.0), HALF, None),
-    (Case(batch=1, heads=6, queries=40, softcap=5.0, sinks=True), BRAIN, None),
     (Case(batch=1, queries=80, keys=40, causal=True, head_dim=72), HALF, None),
     (Case(ranges="packed", queries=40, sinks=True), BRAIN, None),
     (Case(batch=1, queries=40, dropout=0.3, softcap=50.0), FULL, None),
-    (Case(causal=True), BRAIN, Raw(dtype=BRAIN, heads=(4, 2), batch=2, length=50)),
-    (Case(causal=True), BRAIN, Raw(dtype=BRAIN, heads=(4, 2), batch=2, length=50, norms=("none", "none"), spread=5.0)),
+    (Case(causal=True), BRAIN, Raw(dtype=BRAIN, heads=(4, 2), length=50, norms=("none", "none"), spread=5.0)),
     (Case(softcap=50.0, window=9), HALF, Raw(dtype=HALF, heads=(4, 2), norms=("l2", "layer"), length=50)),
 ]
 

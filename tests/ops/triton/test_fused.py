@@ -7,16 +7,13 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
 from hf_qknorm.ops import library, operators
 from hf_qknorm.ops.registration import pack, pack_norms
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
-from qknorm_tests.error_budget import error
 from qknorm_tests.norm_cases import knee_at
 from qknorm_tests.operator_calls import call
-from qknorm_tests.slow import slow_but
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 B, H, HK, T, D = 2, 4, 2, 9, 16
@@ -47,79 +44,28 @@ def wanted(parts: dict, *tensors: Tensor) -> list[Tensor]:
 CHECKED = ("test_schema", "test_faketensor")  # `differentiable` has the gradients
 OPTIONS = {
     "capped": Options(0.25, 5.0, causal=True),
-    "uncapped": Options(0.25),
     "window": Options(0.25, 50.0, causal=True, window=4),
     "dropout": Options(0.25, causal=True, dropout=0.2),
 }
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(
-    ("name", "knee"), slow_but([("dropout", 0.0), ("capped", 4.0)], [*((x, 0.0) for x in OPTIONS), ("capped", 4.0)])
-)
+@pytest.mark.parametrize(("name", "knee"), [("dropout", 0.0), ("capped", 4.0), ("window", 0.0)])
 def test_fused_attention_passes_torchs_opcheck(name: str, knee: float) -> None:
     seed = torch.tensor([3], device=DEVICE) if name == "dropout" else None
     sinks = draw(H) if name == "window" else None
     values = pack(Heads(*heads(), **parts(knee=knee)), Visible(None, sinks, seed), OPTIONS[name])
-    values = (*(x.detach() if isinstance(x, Tensor) else x for x in values), name == "uncapped")
+    values = (*(x.detach() if isinstance(x, Tensor) else x for x in values), name == "window")
     opcheck(operators.FUSED_ATTENTION.overload, values, test_utils=CHECKED)
     out, normaliser, *_ = operators.FUSED_ATTENTION(*values)
     opcheck(operators.FUSED_ATTENTION_BACKWARD.overload, (out, out, normaliser, *values), test_utils=CHECKED)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("knee", [4.0])
-def test_norm_rope_passes_torchs_opcheck(knee: float) -> None:
+def test_norm_rope_passes_torchs_opcheck() -> None:
     q, k, _ = heads()
-    packed = [x.detach() if isinstance(x, Tensor) else x for x in (q, k, *pack_norms(*parts(knee=knee).values()))]
+    packed = [x.detach() if isinstance(x, Tensor) else x for x in (q, k, *pack_norms(*parts(knee=4.0).values()))]
     opcheck(operators.NORM_ROPE_HEADS.overload, packed, test_utils=CHECKED)
     opcheck(operators.NORM_ROPE_BACKWARD.overload, (q.detach(), k.detach(), *packed), test_utils=CHECKED)
-
-
-@pytest.mark.slow
-def test_one_compiled_graph_is_the_plain_function_at_every_length() -> None:
-    torch._dynamo.reset()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, fused: dict) -> Tensor:
-        return (
-            library.fused_attention(*call(q * 2, k, v, softcap=5.0, causal=True, **fused))
-            .transpose(1, 2)
-            .flatten(2)
-            .sin()
-        )
-
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager", dynamic=True)
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        for length in (9, 20):
-            fused = parts(length)
-            results = []
-            for function in (compiled, attend):
-                tensors = heads(length)
-                out = function(*tensors, fused)
-                results.append([out.detach(), *torch.autograd.grad(out.sum(), wanted(fused, *tensors))])
-            assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-
-
-@pytest.mark.costly
-def test_one_compiled_graph_serves_every_knee() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, fused: dict) -> Tensor:
-        return library.fused_attention(*call(q, k, v, causal=True, **fused))
-
-    compiled = torch.compile(attend, fullgraph=True, backend=counter)
-    outs = []
-    for knee in (0.5, 4.0):
-        tensors, fused = heads(), parts(knee=knee)
-        results = []
-        for function in (compiled, attend):
-            out = function(*tensors, fused)
-            results.append([out.detach(), *torch.autograd.grad(out.sum(), wanted(fused, *tensors))])
-        assert all(torch.equal(x, y) for x, y in zip(*results, strict=True))
-        outs.append(results[0][0])
-    assert counter.frame_count == 1
-    assert error(*outs) > 0.01
 
 
 def test_an_exported_program_holds_the_operator() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import triton
+import triton.language as tl
 
 from hf_qknorm.ops.triton import launch
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES
-from hf_qknorm.ops.triton.arguments import Constants
+from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
+from hf_qknorm.ops.triton.head_tiles import _addresses
 from hf_qknorm.ops.triton.launch import as_tiles, dense
 from qknorm_tests.norm_cases import DEVICE, lay_out
 
@@ -67,3 +69,19 @@ def test_the_stride_of_an_axis_of_one_is_replaced(monkeypatch: pytest.MonkeyPatc
     assert made.block_shape == [1, 1, 4, 64]
     monkeypatch.setattr(launch, "architecture", lambda device: ARCHITECTURES[8, 0])
     assert as_tiles(x, 4) == (x, 16, 16, 40)
+
+
+@triton.jit
+def _offsets(X, head, start, out, C: tl.constexpr):
+    at = _addresses(X, tl.program_id(0) + 3, head, start, C.BLOCK_M, C.PADDED).to(tl.int64) - X.data.to(tl.int64)
+    tl.store(out + tl.arange(0, C.BLOCK_M)[:, None] * C.PADDED + tl.arange(0, C.PADDED)[None, :], at)
+
+
+def test_addresses_have_64_bits() -> None:
+    out = torch.zeros(16, 16, dtype=torch.int64, device=DEVICE)
+    batch, head, row = 2**31 - 16, 2**30, 2**17
+    launch.launch(
+        _offsets, (1,), DEVICE, HeadArguments(out, batch, head, row), 7, 2**15, out, C=Constants(16, 16, 16, 16)
+    )
+    i = torch.arange(16, device=DEVICE)
+    assert torch.equal(out, 8 * (3 * batch + 7 * head + (2**15 + i[:, None]) * row + i[None, :]))

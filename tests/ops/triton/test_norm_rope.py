@@ -13,6 +13,7 @@ from hf_qknorm.ops.triton.arguments import HeadArguments
 from hf_qknorm.ops.triton.launch import launch
 from hf_qknorm.ops.triton.norm_rope_kernel import _entries
 from hf_qknorm.ops.types import Norm
+from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.norm_cases import CASES, DEVICE, KNEES, Case, draw, expected, gradients_like
 
@@ -49,8 +50,7 @@ def test_the_bound_is_the_longest_row(case: Case) -> None:
     torch.testing.assert_close(made.bound.double(), torch.stack(sizes, -1), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("knee", [None, 4.0])
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize(("kind", "knee"), covering(NORMS, [None, 4.0], strength=1))
 def test_rows_of_zeros_stay_and_get_no_gradient(kind: str, knee: float | None) -> None:
     call = draw(Case(norms=(kind, kind), length=9, knee=knee))
     call.q.zero_()
@@ -61,8 +61,7 @@ def test_rows_of_zeros_stay_and_get_no_gradient(kind: str, knee: float | None) -
     assert not got.q_gain.any()
 
 
-@pytest.mark.parametrize("knee", [None, 4.0])
-@pytest.mark.parametrize("kind", ["rms", "lp"])
+@pytest.mark.parametrize(("kind", "knee"), [("rms", None), ("lp", 4.0)])
 def test_one_tensor_alone(kind: str, knee: float | None) -> None:
     call = draw(Case(norms=(kind, "none"), gains=("per_head", "none"), rotary=(0, "none"), knee=knee))
     both = norm_rope.forward(*call, bounded=True)

@@ -1,0 +1,317 @@
+"""Models that are no causal language models of tokens alone: of images, bidirectional, with an encoder, of codebooks.
+
+By default a few; `pytest --all-families` runs all.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import MoshiForConditionalGeneration, PreTrainedModel
+
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
+from hf_qknorm.calibration.calibrate import HELD_OUT
+from hf_qknorm.families.style import CACHE
+from hf_qknorm.measure.regroup import divided
+from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.derived import derived_model
+from hf_qknorm.model.install import as_unpatched
+from qknorm_tests.error_budget import error
+from qknorm_tests.tables import (
+    OWN_INPUTS,
+    assert_backends_agree,
+    assert_identical,
+    assert_near,
+    fingerprint,
+    randomise,
+    sharp_model,
+    use_backend,
+)
+from qknorm_tests.tiny import tiny_config
+from qknorm_tests.vision_cases import (
+    CASES,
+    EVERY,
+    IMAGES,
+    LENGTH,
+    OTHERS,
+    auto_of,
+    batches,
+    made,
+    out_of,
+    seen,
+    step,
+    type_of,
+)
+
+BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
+FEW = (*CASES, "bart", "whisper", *OWN_INPUTS)
+FIRST = 8  # of MusicGen's tokens, before those that are continued
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    every = EVERY if metafunc.config.getoption("--all-families") else FEW
+    if "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", every)
+    if "alone" in metafunc.fixturenames:  # with one kind of attention
+        metafunc.parametrize("alone", [case for case in every if case not in OTHERS])
+    if "continues" in metafunc.fixturenames:
+        metafunc.parametrize("continues", [case for case in every if case in OTHERS])
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_none_changes_nothing(case, backend):
+    original, patched = made(case), made(case)
+    use_backend(backend, original, patched)
+    before = fingerprint(patched)
+    patch_model(patched, "none")
+    assert patched_layers(patched)
+    for batch in batches(case):
+        expected = step(original, batch)
+        assert torch.isfinite(expected["loss"])
+        assert_identical(step(patched, batch), expected)
+    if case in OTHERS:
+        assert torch.equal(continued(patched, case), continued(original, case))
+    assert fingerprint(unpatch_model(patched)) == before
+    assert_identical(step(patched, batches(case)[-1]), step(original, batches(case)[-1]))
+
+
+def test_norm_and_cap(case, tmp_path):
+    """It trains every new parameter, saves and loads by its Auto class, and is unpatched."""
+    model, batch = made(case), batches(case)[-1]
+    before, expected = fingerprint(model), step(model, batch)
+    scheme = replace(SCHEMES["qk_norm_cap"], q="layer", k="layer", softcap=2.0)
+    randomise(patch_model(model, scheme), knee=4.0 if case in OTHERS else 0.0)
+    result = step(model, batch)
+    assert all(torch.isfinite(x).all() for x in result.values())
+    assert (result["out"] - expected["out"]).abs().max() > 1e-3, "norm and cap act"
+    added = result.keys() - expected.keys()
+    assert len(added) == 4 * len(patched_layers(model)), "weight and bias of both norms"
+    assert all(result[name].abs().max() > 0 for name in added)
+
+    again, auto = pickle.loads(pickle.dumps(model)), auto_of(case)
+    with torch.no_grad():
+        assert torch.equal(seen(again, batch), seen(model, batch))
+    again.save_pretrained(tmp_path)  # which writes to the config
+    again = (type(model) if issubclass(auto, PreTrainedModel) else auto).from_pretrained(tmp_path)
+    assert type(again) is type(model) is derived_model(type(model).base_class)
+    assert again.config.scheme == model.config.scheme
+    with torch.no_grad():
+        assert_near(seen(again, batch), seen(model, batch), 1e-6)
+    assert fingerprint(unpatch_model(model)) == before
+    assert_identical(step(model, batch), expected)
+
+
+def test_backends_agree(case):
+    model, tolerance = made(case), 1e-4 if case in OTHERS else 1e-5
+    for batch in batches(case):
+        batch = {name: x for name, x in batch.items() if name != "labels" or case not in OWN_INPUTS}
+        assert_backends_agree(model, partial(seen, model, batch), tolerance, BACKENDS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_what_each_token_sees(alone, backend):
+    """The first output moves with the last input, unless the model is causal; padding moves nothing."""
+    model_type = type_of(alone)
+    model = patch_model(made(alone), "qk_norm_cap", attn_implementation=backend).base_model
+    changed = batch = {name: x for name, x in batches(alone)[-1].items() if name != "labels"}
+    if model_type in IMAGES:
+        changed = batch | {"pixel_values": batch["pixel_values"].clone()}
+        changed["pixel_values"][..., -4:, -4:] += 1
+    else:
+        assert (batch["attention_mask"][0, -6:] == 0).all()
+        changed = batch | {"input_ids": batch["input_ids"].clone()}
+        changed["input_ids"][0, -6:] = 7
+        assert_near(seen(model, changed), seen(model, batch), 1e-6, "padding")
+        changed["input_ids"][1, -1] += 1
+    moved = (out_of(model(**changed)) - out_of(model(**batch)))[1 if model_type not in IMAGES else 0, 0].abs().max()
+    assert (moved > 1e-5) == (model_type != "clip_text_model")
+
+
+@torch.no_grad()
+def test_the_norm_before_attention_is_folded(alone):
+    model_type = type_of(alone)
+    if not FAMILIES[model_type].pre_norm:
+        pytest.skip("its norm stands behind attention")
+    model, batch = made(alone), batches(alone)[-1]
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            parameter.zero_()
+        elif parameter.dim() == 1 and "norm" in name:
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    expected = seen(model, batch)
+    patch_model(model, "qkv_norm")
+    with as_unpatched(model):
+        assert_near(seen(model, batch), expected, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "settings", "length"),
+    [
+        ("ViTModel", {}, 16),
+        ("ViTModel", {"image_size": (16, 8), "patch_size": [8, 2]}, 8),
+        ("SiglipVisionModel", {"image_size": 20}, 25),
+        ("SiglipTextModel", {}, 128),
+    ],
+)
+def test_henrys_gain_is_that_of_the_longest_input(model_class, settings, length):
+    """The patches of an image, or the positions of a text."""
+    base = getattr(transformers, model_class)
+    model = patch_model(base(tiny_config(base.config_class.model_type, **settings)), "henry")
+    gains = [layer.q_norm.weight.item() for layer in patched_layers(model).values()]
+    assert gains == pytest.approx([math.log2(length**2 - length)] * 2)
+
+
+def test_methods_that_need_next_token_loss_refuse_encoders(alone):
+    if FAMILIES[type_of(alone)].causal is True:
+        pytest.skip("it is causal")
+    model, data = made(alone), [torch.arange(24)[None]]
+    with pytest.raises(ValueError, match="has bidirectional attention and predicts no next token"):
+        inspect_model(model, data)
+    patch_model(model, "qk_norm")
+    if type_of(alone) not in IMAGES and model.get_output_embeddings() is None:
+        assert calibrate(model, data, knee=1.0).chosen is None  # there are no predictions to judge gains by
+        return
+    message = 'takes "pixel_values", and a batch has input_ids'
+    if type_of(alone) not in IMAGES:
+        message = 'predicts masked tokens: give batches with "input'
+    with pytest.raises(ValueError, match=message):
+        calibrate(model, data, method="moments")
+
+
+def test_a_masked_language_model_is_calibrated_on_its_masked_tokens():
+    torch.manual_seed(0)
+    config = tiny_config("bert", is_decoder=False, initializer_range=0.3)
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    ids = torch.randint(3, config.vocab_size, (20, 4, 32))
+    labels = torch.where(torch.rand(ids.shape) < 0.2, ids, -100)
+    data = [{"input_ids": x.where(y < 0, 2), "labels": y} for x, y in zip(ids, labels, strict=True)]
+    with torch.no_grad():
+        unpatched = model(**data[0]).loss
+        patch_model(model, "qk_norm")
+        fresh = model(**data[0]).loss
+        report = calibrate(model, data, knee=4.0)
+        _, judged = divided(data, *HELD_OUT)
+        losses = [model(**batch).loss * (batch["labels"] >= 0).sum() for batch in judged]
+        targets = sum((batch["labels"] >= 0).sum() for batch in judged)
+    assert report.judged == sum(batch["input_ids"].numel() for batch in judged)
+    assert report.loss == pytest.approx(float(sum(losses) / targets), rel=1e-5)
+    assert report.ones.loss != pytest.approx(report.loss)
+    assert report.chosen.kl < report.ones.kl / 2
+    assert calibrate(model, data).knee > 0  # it searches for a knee
+    assert unpatched != fresh
+
+
+@torch.no_grad()
+def continued(model: PreTrainedModel, case: str, *, use_cache: bool = True) -> Tensor:
+    """The logits of the tokens after a prompt, each computed by itself with a cache, or all at once."""
+    batch = {name: x for name, x in batches(case)[-1].items() if name != "labels"}
+    if case not in OWN_INPUTS:
+        return generated(model, batch, use_cache=use_cache)
+    if not use_cache:
+        return model(**batch).logits[:, FIRST - LENGTH :]
+    others = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask")}
+    cache, found = None, []
+    for start, stop in [(0, FIRST), *((n, n + 1) for n in range(FIRST, LENGTH))]:
+        inputs = {"input_ids": batch["input_ids"][:, start:stop]}
+        if "attention_mask" in batch:
+            inputs["attention_mask"] = batch["attention_mask"][:, :stop]
+        if start == 0 or case == "musicgen_decoder":  # the other has them in the cache
+            inputs |= others
+        out = model(**inputs, **{CACHE: cache}, use_cache=True)
+        cache = out[CACHE]
+        found.append(out.logits[:, -1])
+    return torch.stack(found[1:], 1)
+
+
+@torch.no_grad()
+def generated(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> Tensor:
+    """The logits that greedy tokens are taken by."""
+    settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 1} | options
+    out = transformers.GenerationMixin.generate(
+        model, **batch, **settings, return_dict_in_generate=True, output_logits=True
+    )
+    return torch.stack(out.logits)
+
+
+def test_a_cache_changes_nothing(continues):
+    model = randomise(patch_model(made(continues), replace(SCHEMES["qk_norm_cap"], softcap=2.0)), knee=4.0)
+    assert continues in OWN_INPUTS or len(patched_layers(model)) == 6, "two of the encoder, twice two of the decoder"
+    assert_near(continued(model, continues), continued(model, continues, use_cache=False), 1e-4)
+
+
+@torch.no_grad()
+def test_a_decoder_is_patched_in_a_model_with_an_image_encoder(tmp_path):
+    def captioner() -> PreTrainedModel:
+        torch.manual_seed(0)
+        encoder = transformers.AutoModel.from_config(tiny_config("vit"))
+        settings = {"add_cross_attention": True, "is_decoder": True}
+        decoder = transformers.AutoModelForCausalLM.from_config(tiny_config("mbart", **settings))
+        model = transformers.VisionEncoderDecoderModel(encoder=encoder, decoder=decoder).eval()
+        model.config.decoder_start_token_id = model.generation_config.decoder_start_token_id = 1
+        model.config.pad_token_id = 0
+        return model
+
+    batch = {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+    target = torch.arange(3, 8).repeat(2, 1)
+    original, model = captioner(), patch_model(captioner(), "none")
+    assert torch.equal(model(**batch, labels=target).loss, original(**batch, labels=target).loss)
+
+    model = randomise(patch_model(unpatch_model(model), "qk_norm_cap"))
+    assert len(patched_layers(model)) == 4, "twice two of the decoder"
+    assert_near(generated(model, batch), generated(model, batch, use_cache=False), 1e-4)
+
+    both = patch_model(patch_model(captioner(), Scheme(softcap=0.05), tower="encoder"), Scheme(softcap=0.05))
+    logits = both(**batch, labels=target).logits
+    assert error(logits, original(**batch, labels=target).logits) > 1e-4
+    both.save_pretrained(tmp_path)
+    again = transformers.VisionEncoderDecoderModel.from_pretrained(tmp_path)
+    assert len(patched_layers(again)) == len(patched_layers(both)) == 6
+    assert_near(again(**batch, labels=target).logits, logits, 1e-6)
+
+
+@torch.no_grad()
+def test_the_cache_holds_the_encoder_s_normed_keys():
+    model = randomise(patch_model(made("bart"), "qk_norm"))
+    source = {name: x for name, x in batches("bart")[-1].items() if name != "labels"}
+    result = model(**source, decoder_input_ids=torch.arange(3, 8).expand(2, -1), use_cache=True)
+    states, cache = result.encoder_last_hidden_state, result[CACHE].cross_attention_cache
+    across = [layer for name, layer in patched_layers(model).items() if "encoder_attn" in name]
+    assert len(across) == 2
+    for index, layer in enumerate(across):
+        heads, _, width = FAMILIES["bart"].style.heads(layer)
+        key = layer.k_proj(states).view(2, -1, heads, width)
+        assert_near(cache.layers[index].keys, layer.k_norm(key).transpose(1, 2), 1e-6)
+
+
+def test_a_decoder_alone_is_calibrated_without_its_cross_attention():
+    model = patch_model(sharp_model("bart"), "qk_norm")
+    report = calibrate(model, [torch.arange(3, 35)[None]] * 2, method="moments")
+    assert list(report.layers) == [f"model.decoder.layers.{i}.self_attn" for i in range(2)]
+    gains = {name: norm.weight for name, norm in model.named_modules() if name.endswith(("q_norm", "k_norm"))}
+    assert all(("self_attn" in name) == bool((gain != 1).any()) for name, gain in gains.items())
+
+
+def test_a_model_with_layers_of_two_configs_is_refused():
+    """Moshi's depth decoder has the attention class of its decoder; the latter is patched by itself."""
+    depth = {"num_codebooks": 2, "hidden_size": 32, "input_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = {
+        "audio_encoder_config": {"model_type": "mimi"},
+        "depth_decoder_config": {**depth, "ffn_dim": 64, "audio_vocab_size": 16},
+    }
+    with torch.device("meta"):
+        model = MoshiForConditionalGeneration(tiny_config("moshi", audio_vocab_size=16, **parts))
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match=r"has a MoshiDepthConfig.*patch_model\(model.decoder"):
+        patch_model(model, "qk_norm_cap")
+    assert fingerprint(model) == before
+    assert len(patched_layers(patch_model(model.decoder, "qk_norm_cap"))) == 2
