@@ -20,7 +20,7 @@ from transformers import MoshiForConditionalGeneration, PreTrainedModel
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
 from hf_qknorm.calibration.calibrate import HELD_OUT
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.measure.regroup import divided
+from hf_qknorm.measure.batches import divided
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_model
 from hf_qknorm.model.install import as_unpatched
