@@ -104,8 +104,8 @@ def calibrate(
     >>> report.loss - report.base_loss < 0.1  # nats
     True
     """
-    check_not_copied(model, "calibrate")
     require_whole(model)
+    check_not_copied(model, "calibrate")
     bare = unwrap_peft(model)
     method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase, exportable)
     sharpness = resolve_sharpness(sharpness, knee, exportable)
