@@ -17,7 +17,6 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from multiprocessing import get_context
 from typing import Any
 
@@ -134,16 +133,18 @@ CASES = USUAL | {
     "steps": Step(queries=20),
 }
 # Every kernel in every dtype, of the smallest heads: over the registers of wide ones ptxas spends minutes.
-FEW = USUAL | {
+SMALL = {
     f"{kind.__name__} {dtype}": kind(16, dtype, **options)
     for dtype in (torch.bfloat16, torch.float16, torch.float32)
     for kind, options in ((Case, {"interleaved": True, "softcap": None}), (Step, {"queries": 20}))
 }
 
 
-def compiles(arch: int, case: Case | Step) -> bool:
-    """Whether the case is for that GPU."""
-    return arch == HOPPER or not (isinstance(case, Case) and case.gluon)
+def cases_of(arch: int, args: argparse.Namespace) -> list[Case | Step]:
+    """The chosen cases that are for this GPU; of the few, the usual ones on Hopper alone."""
+    usual = USUAL if arch == HOPPER else {}
+    chosen = SMALL | usual if args.few else {name: CASES[name] for name in args.case or CASES}
+    return [case for case in chosen.values() if arch == HOPPER or not (isinstance(case, Case) and case.gluon)]
 
 
 def compile_case(arch: int, case: Case | Step) -> list[Report | Failure]:
@@ -167,15 +168,12 @@ def main() -> str | None:
     parser.add_argument("--arch", type=int, action="append", choices=ARCHS, help=f"default: {HOPPER}")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--case", action="append", choices=CASES, help="one of the cases; default: all")
-    chosen.add_argument(
-        "--few", action="store_true", help="every kernel in every dtype of small heads, and the usual ones"
-    )
+    chosen.add_argument("--few", action="store_true", help="small heads, and on Hopper the usual configurations")
     parser.add_argument("--processes", type=int, default=os.cpu_count())
     args = parser.parse_args()
     if triton.knobs.runtime.interpret:
         parser.error("kernels are interpreted: unset TRITON_INTERPRET")
-    cases = FEW if args.few else {name: CASES[name] for name in args.case or CASES}
-    jobs = [job for job in product(args.arch or [HOPPER], cases.values()) if compiles(*job)]
+    jobs = [(arch, case) for arch in args.arch or [HOPPER] for case in cases_of(arch, args)]
     with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
         found = list(pool.map(compile_case, *zip(*jobs, strict=True)))
     complaints = []
