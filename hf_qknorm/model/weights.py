@@ -31,7 +31,7 @@ def check_unshared(model: nn.Module, parameters: Iterable[Tensor], change: str) 
     The places share a tensor, as tied weights and the layers of Zamba do, or its memory.
     """
     changed = {_memory(parameter) for parameter in parameters}
-    places: dict[object, str] = {}
+    places: dict[tuple[str, int], str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if (memory := _memory(parameter)) in changed and (other := places.setdefault(memory, name)) != name:
             raise ValueError(
@@ -40,7 +40,7 @@ def check_unshared(model: nn.Module, parameters: Iterable[Tensor], change: str) 
             )
 
 
-def _memory(parameter: Tensor) -> object:
+def _memory(parameter: Tensor) -> tuple[str, int]:
     """What equals that of another parameter exactly if both have the same memory."""
     has_address = not isinstance(parameter, DTensor) and not parameter.is_meta and parameter.numel()
-    return parameter.data_ptr() if has_address else parameter
+    return ("address", parameter.data_ptr()) if has_address else ("tensor", id(parameter))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from transformers import Trainer  # slow to import
 
 RATE = "quack_rate_"  # before a part's name, in the state of its weight: its initial rates
-ByPart = dict[str, Tensor]  # by part
+ByPart = dict[str, Tensor]  # part name → `[heads]`
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +193,7 @@ class QuacK(Optimizer):
         return own
 
 
-def learning_rates(present: Sizes) -> ByPart:
+def learning_rates(present: Sizes) -> dict[str, Tensor]:
     """The learning rates of a layer's parts up to a constant, `[2, heads]`: of the weights, and of the biases."""
     rates = (_rates if "q" in present.outputs else _latent_rates)(present.outputs)
     return {name: torch.stack([rate / present.inputs[name], rate]) for name, rate in rates.items()}

@@ -235,26 +235,22 @@ def test_an_interrupted_pass_neither_ends_the_watch_nor_counts_in_the_next_run()
     assert clip.largest.keys() == patched_layers(model).keys()
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in PEFT
-def test_the_trainer_refuses_another_model_and_later_adapters(tmp_path):
-    model, other = made("llama"), made("llama")
+def test_the_trainer_refuses_another_model(tmp_path):
     with pytest.raises(ValueError, match="no layer of the model that the Trainer trains"):
-        trainer(model, tmp_path, QKClip(other)).train()
-    clip = QKClip(model)
-    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"q_proj is a peft.*Merge adapters first"):
-        trainer(adapted, tmp_path, clip).train()
+        trainer(made("llama"), tmp_path, QKClip(made("llama"))).train()
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # in PEFT
-def test_a_step_refuses_later_adapters_and_scales_nothing():
+def test_later_adapters_are_refused_and_nothing_is_scaled(tmp_path):
+    """In a step, and when a Trainer begins."""
     model = made("llama")
     clip = QKClip(model, threshold=1e-3)
     adapted = get_peft_model(model, LoraConfig(target_modules=["v_proj", "q_proj"]))
     before = copy.deepcopy(adapted.state_dict())
     adapted(**make_batch("plain"))
-    with pytest.raises(ValueError, match=r"q_proj is a peft.*Merge adapters first"):
-        clip.step()
+    for change in (clip.step, trainer(adapted, tmp_path, clip).train):
+        with pytest.raises(ValueError, match=r"q_proj is a peft.*Merge adapters first"):
+            change()
     assert all(torch.equal(value, before[name]) for name, value in adapted.state_dict().items())
 
 

@@ -272,9 +272,8 @@ def test_heads_of_a_layer_share_a_line(caplog):
 
 
 def test_nan_logits_warn(caplog):
-    model = patch_model(sharp_model("llama"), "none")
+    model, monitor = patch_model(sharp_model("llama"), "none"), LogitMonitor(every=1)
     model.model.layers[0].self_attn.q_proj.weight.data[:16] = float("inf")
-    monitor = LogitMonitor(every=1)
     with caplog.at_level(logging.WARNING), monitor.watch(model, 3):
         model(**make_batch("plain"))
     assert "step 3: model.layers.0.self_attn, head 0: |logit| over 100" in caplog.text
