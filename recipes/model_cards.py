@@ -34,7 +34,7 @@ def make_card(checkpoint: Path, scheme: str, text: str, tokens: int, out: Path) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--checkpoints", nargs="+", type=Path, required=True)
-    parser.add_argument("--text", required=True, help="a file or a folder")
+    parser.add_argument("--text", required=True, help="a file, a folder, or a Hub dataset's name")
     parser.add_argument("--tokens", type=int, default=262_144, help="of the text, by default %(default)s")
     parser.add_argument("--schemes", nargs="+", choices=SCHEMES, default=["qk_norm_cap"])
     parser.add_argument("--out", type=Path, default=Path("model_cards"))
