@@ -53,7 +53,7 @@ def samples(count: int, layers: int, heads: int, size: float = 10.0) -> list[Log
 
 def knees(rises: dict[float, tuple[float, float | None]]) -> KneeTrials:
     trials = tuple(KneeTrial(knee, rise, 0.0, bound) for knee, (rise, bound) in rises.items())
-    return KneeTrials(SCHEMES["qk_norm_cap"], 1.0, 0.01, trials)
+    return KneeTrials(SCHEMES["qk_norm_cap"], 0.01, trials)
 
 
 def with_knees(name: str, largest: float = 10.0) -> Inspection:

@@ -147,22 +147,22 @@ def _place_of(limit: float, cost_at: Callable[[float], float]) -> int:
 
 @contextmanager
 def tried_knees(
-    model: Any, fitted: Batches, held_out: Batches, knees: Sequence[float], kept: list[ModelOutput]
-) -> Iterator[Callable[[float], Prediction]]:
-    """Yield a function that sets one of `knees`, with closed-form gains from `fitted`, and predicts `held_out`.
+    model: Any, batches: Batches, knees: Sequence[float], kept: list[ModelOutput]
+) -> Iterator[Callable[[float], tuple[Prediction, Prediction]]]:
+    """Yield a function that sets one of `knees`, and returns the predictions unpatched and patched.
 
-    The norms are as sharp as `calibrate` makes them. One pass over `fitted` serves all knees; `kept` is as for
-    `predictions`. The model is left as it was. Raises ValueError for one without a language-modelling head.
+    Gains are closed-form, and norms as sharp as `calibrate` makes them. One pass over `batches` serves all knees;
+    `kept` is as for `predictions`. The model is left as it was. Raises ValueError without a language-modelling head.
     """
     with restored_attention(model):
-        gains = ClosedFormGains(model, fitted, {}, knees, sharpness=SHARPNESS)
+        gains = ClosedFormGains(model, batches, {}, knees, sharpness=SHARPNESS)
 
-        def tried(knee: float) -> Prediction:
+        def tried(knee: float) -> tuple[Prediction, Prediction]:
             gains.apply(knee)
-            patched = predictions(model, held_out, kept)[1]
-            if patched is None:
+            base, own = predictions(model, batches, kept)
+            if base is None or own is None:
                 raise ValueError(f"{type(model).__name__} predicts no tokens, and knees are compared by predictions")
-            return patched
+            return base, own
 
         yield tried
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hf_qknorm.inspection.report import Advice, Inspection
+from hf_qknorm.inspection.report import Advice, Inspection, scheme_name
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 HARMLESS_LOSS = 0.1  # of the largest logit: a cap that takes less is harmless where its KL was not measured
@@ -33,7 +33,7 @@ def wide_cap(logit: float, cap: float) -> float:
 def harmless_cap(found: Inspection) -> float | None:
     """The tighter of two caps that hardly changes the predictions; None if both change them."""
     for cap in dict.fromkeys((found.cap, wide_cap(found.largest, found.cap))):
-        trial = found.trials.get(replace(found.present, softcap=cap))
+        trial = found.trials.get(scheme_name(replace(found.present, softcap=cap)))
         if cap_loss(found.largest, cap) <= HARMLESS_LOSS if trial is None else trial.kl <= HARMLESS_KL:
             return cap
     return None
@@ -48,34 +48,28 @@ def knee_scheme(found: Inspection) -> Scheme:
 
 def advise(found: Inspection) -> Advice:
     """The scheme for this model: the numbers that decide, and the next command or call."""
-    risk, own, knees = found.risks[0], found.own_cap, found.knees
-    seen = f"the largest |logit| is {found.largest:.1f} ({risk.layer}, head {risk.max_head})"
-    if collapsed := sum(len(each.collapsed) for each in found.risks):
+    (worst, layer), own, largest, knees = found.ranked[0], found.own_cap, found.largest, found.knees
+    seen = f"the largest |logit| is {largest:.1f} ({worst}, head {layer.max_logit.index(largest)})"
+    if collapsed := sum(len(each.collapsed(found.cap)) for each in found.layers.values()):
         seen += f"; {collapsed} heads with large logits attend to hardly more than one token"
-    calm = 2 * own if own is not None else found.cap / 2  # where there is a bound already
-    if (own is not None or found.normed) and found.largest <= calm:
+    if (own is not None or found.normed) and largest <= (2 * own if own is not None else found.cap / 2):
         bound = f", at most {found.bound:.0f} for any input" if found.bound is not None else ""
         kept = f"its cap of {own:g} bounds them" if own is not None else f"its norms bound them{bound}"
         return Advice(found.present, (seen, f"{kept}: nothing need be added", "watch them in training: LogitMonitor"))
+    latent = "a server with a latent cache must hold one number more for each token and head; a cap needs none"
+    notes = [latent] * found.latent
+    if knees is not None and (knee := knees.chosen) is not None:
+        bound = "" if knee.bound is None else f" and bounds |logit| by {knee.bound:.0f} for any input"
+        cost = f"a knee of {knee.knee:.3g} costs {knee.rise:+.3f} nats (KL {knee.kl:.3f}){bound}"
+        call = "calibrate(), or hf-qknorm convert --data TEXT, finds it"
+        return Advice(knees.scheme, (seen, cost, call, *notes))
     cap = harmless_cap(found)
-    if knees is not None and knees.chosen is not None:
-        chosen = knees.chosen
-        bound = "" if chosen.bound is None else f" and bounds |logit| by {chosen.bound:.0f} for any input"
-        cost = f"a knee of {chosen.knee:.3g} costs {chosen.rise:+.3f} nats (KL {chosen.kl:.3f}){bound}"
-        lines = [seen, cost, "calibrate(), or hf-qknorm convert --data TEXT, finds it"]
-        return Advice(knees.scheme, (*lines, *_serving(found)))
     if found.normed or cap is not None:
-        cap = cap or wide_cap(found.largest, own or found.cap)
-        line = f"a cap of {cap:g} bends the largest logit by {cap_loss(found.largest, cap):.0%}, and bounds later ones"
+        cap = cap or wide_cap(largest, own or found.cap)
+        line = f"a cap of {cap:g} bends the largest logit by {cap_loss(largest, cap):.0%}, and bounds later ones"
         alone = "norms are there already" if found.normed else "no knee was cheap enough, or none was tried"
         return Advice(replace(found.present, softcap=cap), (seen, line, f"{alone}; a cap needs no calibration"))
     scheme = replace(found.present, q=found.present.q or "auto", k=found.present.k or "auto")
-    lines = [seen, "every cap that was tried changes predictions, and norms bound logits by their gains"]
-    lines.append("calibrate(max_loss_increase=...) keeps most of the loss; KneeSchedule lowers the knee in training")
-    return Advice(scheme, (*lines, *_serving(found)))
-
-
-def _serving(found: Inspection) -> tuple[str, ...]:
-    """The requirements of norms of latent attention on a server."""
-    note = "a server with a latent cache must hold one number more for each token and head; a cap needs none"
-    return (note,) if found.latent else ()
+    line = "every cap that was tried changes predictions, and norms bound logits by their gains"
+    remedy = "calibrate(max_loss_increase=...) keeps most of the loss; KneeSchedule lowers the knee in training"
+    return Advice(scheme, (seen, line, remedy, *notes))

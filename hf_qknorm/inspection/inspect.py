@@ -17,7 +17,7 @@ from hf_qknorm.checkpoint import open_source
 from hf_qknorm.families import family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
-from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials
+from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials, scheme_name
 from hf_qknorm.measure import text
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
 from hf_qknorm.measure.bounds import largest_gains, logit_bounds, worst_bound
@@ -29,7 +29,6 @@ from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
-from hf_qknorm.reports.records import Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 SWEPT: Final = tuple(knee for knee in KNEES if knee >= 1)
@@ -49,7 +48,7 @@ def inspect_model(
 
     The model is left as it was. Shares of large logits are relative to `cap`, by default the model's own cap, or 50. An
     unpatched model is also measured with the schemes that may suit it, and with the knees that `calibrate` tries, on an
-    eighth of the sequences: in all this takes about four forward passes.
+    eighth of the sequences: in all this takes about three forward passes.
 
     Raises ValueError for a model that can't be patched, data with fewer than 16 tokens to predict, a cap that is not a
     finite number > 0, a length that is not possible, and logits that are not finite. Raises FileNotFoundError for a
@@ -70,11 +69,8 @@ def inspect_model(
     with _evaluating(model):
         with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
             found = _measure(model, names, batches, cap, compared=not unpatched)
-        if unpatched and found.base is not None:
-            _, judged = divided(batches)
-            kept: list[ModelOutput] = []  # of the unpatched model
-            found = replace(found, trials=_scheme_trials(model, judged, found, kept, found.base.loss))
-            found = replace(found, knees=_knee_trials(model, judged, found, kept))
+        if unpatched:
+            found = _with_trials(model, batches, found)
     return replace(found, advice=advise(found))
 
 
@@ -136,49 +132,39 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
     )
 
 
-def _scheme_trials(
-    model: PreTrainedModel, batches: Batches, found: Inspection, kept: list[ModelOutput], loss: float
-) -> dict[Scheme, Prediction]:
-    """The predictions of an unpatched model with each scheme that may suit it, with fresh gains.
+def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) -> Inspection:
+    """The inspection with what schemes that may suit an unpatched model, and knees, do on an eighth of the sequences.
 
-    The losses are over all of the text: `loss`, the unpatched model's, and the rise on these batches.
+    The losses of schemes are over all of the text: the unpatched model's, and the rise on the eighth. Knees are tried
+    where queries and keys can be normed, up to the one that `calibrate` would set. Their gains follow from two numbers
+    a layer, so the batches that judge set them too.
     """
+    if found.base is None:
+        return found
+    _, judged = divided(batches)
+    kept: list[ModelOutput] = []  # of the unpatched model
     caps = (found.cap, wide_cap(found.largest, found.cap)) if found.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
     schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if not found.normed else []
     trials = {}
     for scheme in schemes:
         with _patched(model, scheme):
-            base, patched = predictions(model, batches, kept)
-        if base is not None and patched is not None:
-            trials[scheme] = replace(patched, loss=loss + patched.loss - base.loss)
-    return trials
-
-
-def _knee_trials(
-    model: PreTrainedModel, batches: Batches, found: Inspection, kept: list[ModelOutput]
-) -> KneeTrials | None:
-    """Costs and bounds of knees on an unpatched model; None if its queries and keys can't be normed.
-
-    Gains follow from two numbers a layer, so the batches that judge set them too. The sweep ends at the knee that
-    `calibrate` would set, or at the first beyond it that costs hardly less than the one before.
-    """
+            base, own = predictions(model, judged, kept)
+        if base is not None and own is not None:
+            trials[scheme_name(scheme)] = replace(own, loss=found.base.loss + own.loss - base.loss)
+    found = replace(found, trials=trials)
     scheme = knee_scheme(found)
     if family_of(model.config).refusal(model.config, scheme) is not None:
-        return None
-    trials: list[KneeTrial] = []
-    with _patched(model, scheme):
-        base, fresh = predictions(model, batches, kept)
-        if base is None or fresh is None:
-            return None
-        with tried_knees(model, batches, batches, SWEPT, kept) as predicted:
-            for knee in SWEPT:
-                at = predicted(knee)
-                trials.append(KneeTrial(knee, at.loss - base.loss, at.kl, worst_bound(model)))
-                tried = KneeTrials(scheme, fresh.loss - base.loss, LIMIT, tuple(trials))
-                if knee > tried.least and trials[-2].cost - trials[-1].cost <= LIMIT / 10:
-                    break
-    return tried
+        return found
+    knees: list[KneeTrial] = []
+    with _patched(model, scheme), tried_knees(model, judged, SWEPT, kept) as tried:
+        for knee in SWEPT:
+            ends = bool(knees) and max(knees[-1].rise, knees[-1].kl) <= LIMIT
+            base, own = tried(knee)
+            knees.append(KneeTrial(knee, own.loss - base.loss, own.kl, worst_bound(model)))
+            if ends:
+                break
+    return replace(found, knees=KneeTrials(scheme, LIMIT, tuple(knees)))
 
 
 @contextmanager

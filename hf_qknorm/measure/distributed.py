@@ -29,7 +29,7 @@ def require_whole(model: nn.Module) -> None:
 
     kinds = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
     found = next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), None)
-    if any(hasattr(p, "ds_id") for p in model.parameters()):  # DeepSpeed's attribute under ZeRO-3
+    if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters()):  # of ZeRO-3 and ZeRO-2
         found = "DeepSpeed"
     elif any(isinstance(p, DTensor) for p in model.parameters()):
         found = "FSDP2 or tensor parallelism"

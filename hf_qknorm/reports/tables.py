@@ -12,7 +12,6 @@ ROWS = 12  # layers in a table: the worst ones; JSON has all layers
 WIDTH = 100  # of a paragraph, in characters
 READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
 BOUND = "bound: the largest |logit| that any input can give"
-GAINS = "gains: the largest of each norm"
 BEYOND = "beyond: the share of vectors beyond the knee"
 
 

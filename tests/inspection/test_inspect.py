@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
-from hf_qknorm.calibration.knees import LIMIT, SHARPNESS, with_margin
+from hf_qknorm.calibration.knees import LIMIT, SHARPNESS
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.inspection.inspect import SWEPT
 from hf_qknorm.measure.bounds import logit_bound
@@ -19,8 +19,7 @@ from qknorm_tests.tables import fingerprint, randomise, sharp_model
 from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
 
-CAP = Scheme(softcap=50.0)
-FAMILIES_TRIED = ("gemma2", "gpt2", "llama", "mixtral", "qwen3")
+FAMILIES_TRIED = ("gemma2", "gpt2", "llama", "qwen3")
 
 
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
@@ -41,64 +40,44 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     for name, layer in evaluate(model, batches, 50.0, compared=False).after.items():
         for field in ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"):
             assert getattr(found.layers[name], field) == pytest.approx(getattr(layer, field), rel=1e-5, abs=1e-6)
-    assert {risk.layer for risk in found.risks} == set(patched_layers(model))
+    assert list(found.layers) == list(patched_layers(model))
 
 
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_schemes_that_may_suit_the_model_are_tried(family):
-    model = sharp_model(family)
-    batch = tokens(2, 20)
+    model, batch, has = sharp_model(family), tokens(2, 20), FAMILIES[family]
     found = inspect_model(model, [batch])
-    has = FAMILIES[family]
-    expected = ([] if has.own_cap else [CAP]) + ([] if has.own_norms else [SCHEMES["q_norm"], SCHEMES["qk_norm"]])
-    assert list(found.trials) == expected
-    for scheme, prediction in found.trials.items():
-        patch_model(model, scheme, attn_implementation="hf_qknorm")
+    assert list(found.trials) == ["soft_cap"] * (not has.own_cap) + ["q_norm", "qk_norm"] * (not has.own_norms)
+    for name, prediction in found.trials.items():
+        patch_model(model, name, attn_implementation="hf_qknorm")
         base, own = predictions(model, [{"input_ids": batch[:1]}])  # one sequence of eight is judged
         assert prediction.loss - found.base.loss == pytest.approx(own.loss - base.loss, abs=1e-6)
         assert (prediction.kl, prediction.agreement) == (own.kl, own.agreement)
         unpatch_model(model)
-    if not has.own_norms:
-        assert found.trials[SCHEMES["qk_norm"]].kl > 0.01
     if has.own_cap:
         assert found.cap == 50
         assert "its cap of 50 bounds them" in "".join(found.advice.reasons)
 
 
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
-def test_knees_are_tried_where_queries_and_keys_can_be_normed(family):
-    model = sharp_model(family)
-    before = fingerprint(model)
-    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(4)]
-    found = inspect_model(model, [batch["input_ids"] for batch in batches]).knees
-    assert fingerprint(model) == before
+def test_knees_are_tried_where_queries_and_keys_can_be_normed_up_to_the_one_that_is_chosen(family):
+    model, batches = sharp_model(family), [tokens(2, 20, seed) for seed in range(4)]
+    found = inspect_model(model, batches).knees
     if FAMILIES[family].own_norms:
         assert found is None
         return
-    tried = [trial.knee for trial in found.trials]
-    assert tried == list(SWEPT[: len(tried)])
-    assert len(tried) == len(SWEPT) or tried[-1] >= found.chosen.knee > found.least
+    cheap = [max(trial.rise, trial.kl) <= LIMIT for trial in found.trials]
+    assert [trial.knee for trial in found.trials] == list(SWEPT[: len(found.trials)])
+    assert found.chosen is (found.trials[-1] if any(cheap) else None)
+    assert len(cheap) == len(SWEPT) or cheap.index(True) == len(cheap) - 2
     assert [trial.bound for trial in found.trials] == sorted(trial.bound for trial in found.trials)
     assert found.scheme == (SCHEMES["qk_norm"] if FAMILIES[family].own_cap else SCHEMES["qk_norm_cap"])
-    judged = [{"input_ids": batches[0]["input_ids"][:1]}]  # one of eight
-    assert found.jump == pytest.approx(jump(model, judged, found.scheme), abs=1e-6)
-    assert found.limit == LIMIT
-    least = next((trial.knee for trial in found.trials if trial.cost <= found.limit), None)
-    assert (found.chosen and found.chosen.knee) == (least and with_margin(least))
+    judged = [{"input_ids": batches[0][:1]}]  # one of eight
     patch_model(model, found.scheme, attn_implementation="hf_qknorm")
-    report = calibrate(model, judged, "moments", knee=tried[-1], sharpness=SHARPNESS)
     trial = found.trials[-1]
+    report = calibrate(model, judged, "moments", knee=trial.knee, sharpness=SHARPNESS)
     assert trial.bound == pytest.approx(report.bound, rel=1e-3)
-    loss = predictions(model, judged)
-    assert trial.rise == pytest.approx(loss[1].loss - loss[0].loss, abs=1e-3)
-
-
-def jump(model: torch.nn.Module, batches: list, scheme: Scheme) -> float:
-    """The rise in loss with a scheme with fresh gains."""
-    patch_model(model, scheme, attn_implementation="hf_qknorm")
-    base, ones = predictions(model, batches)
-    unpatch_model(model)
-    return ones.loss - base.loss
+    assert trial.rise == pytest.approx(report.loss - report.base_loss, abs=1e-3)
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm_cap", "qkv_norm", "q_norm", "none", {"softcap": 3.0}])
@@ -113,7 +92,6 @@ def test_a_patched_model_is_measured_as_it_is(scheme):
     assert found.cap == (model.config.attn_logit_softcapping or 50)
     assert str(found.scheme) in str(found) == found.table()
     if scheme == "qk_norm_cap":
-        assert found.keeps
         assert "Advice: leave it as it is" in found.table()
 
 
@@ -141,13 +119,11 @@ def test_the_json_file_holds_all_fields(tmp_path):
     data = json.loads((tmp_path / "inspect.json").read_text())
     assert data == json.loads(json.dumps(found.to_dict()))
     assert list(data["layers"]) == list(found.layers)
-    assert data["layers"]["model.layers.0.self_attn"]["max_logit"] == list(
-        found.layers["model.layers.0.self_attn"].max_logit
-    )
+    assert [layer["max_logit"] for layer in data["layers"].values()] == [
+        list(layer.max_logit) for layer in found.layers.values()
+    ]
     assert data["advice"]["reasons"] == list(found.advice.reasons)
-    assert [risk["layer"] for risk in data["risks"]] == [risk.layer for risk in found.risks]
-    assert [trial["prediction"]["kl"] for trial in data["trials"]] == [trial.kl for trial in found.trials.values()]
-    assert data["knees"]["limit"] == found.knees.limit
+    assert {name: trial["kl"] for name, trial in data["trials"].items()} == {n: p.kl for n, p in found.trials.items()}
     assert [trial["knee"] for trial in data["knees"]["trials"]] == [trial.knee for trial in found.knees.trials]
     assert data.get("chosen_knee") == (found.knees.chosen and found.knees.chosen.knee)
 
@@ -161,7 +137,7 @@ def test_a_patched_model_is_inspected_with_its_bounds():
     assert found.bound == max(layer.bound for layer in found.layers.values())
     assert all(max(layer.max_logit) <= layer.bound for layer in found.layers.values())
     header = next(line for line in found.table().splitlines() if line.startswith("layer "))
-    assert header.split()[-4:] == ["bound", "beyond", "q,", "k"]
+    assert header.split()[-1] == "bound"
     assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bound is None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_qknorm import SCHEMES, Inspection, Scheme, patch_model
+from hf_qknorm import SCHEMES, Inspection, patch_model
 from hf_qknorm.calibration.knees import KNEES
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from qknorm_tests.folders import configure, save_with_tokenizer
@@ -92,12 +92,9 @@ def test_the_advice_for_a_trained_model(shared):
     text = str(shared / "data" / "tinyshakespeare.txt")
     found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), data=text, max_tokens=2048)
     assert found.advice.name == "qk_norm_cap"
-    assert found.risks[0].layer == "model.layers.3.self_attn"
-    assert found.risks[0].max_logit > 50
-    assert (
-        found.trials[SCHEMES["qk_norm"]].kl
-        > 10 * found.trials[SCHEMES["q_norm"]].kl
-        > 100 * found.trials[Scheme(softcap=50.0)].kl
-    )
+    assert found.ranked[0][0] == "model.layers.3.self_attn"
+    assert found.largest > 50
+    trials = found.trials
+    assert trials["qk_norm"].kl > 10 * trials["q_norm"].kl > 100 * trials["soft_cap"].kl
     assert 0 < found.knees.chosen.knee < KNEES[-1]
     assert f"a knee of {found.knees.chosen.knee:.3g} costs" in " ".join(found.table().split())
