@@ -149,3 +149,8 @@ def test_scheme_and_backend_that_do_not_exist():
     assert "hf_qknorm_tiled" in refuse(model, "soft_cap", attn_implementation="hf_qnorm")
     assert "softcap" in refuse(model, {"softcap": -1})
     assert "unknown scheme field 'soft_cap'" in refuse(model, {"soft_cap": 50})
+
+
+def test_a_switch_that_the_type_does_not_read_is_no_reason():
+    model = sharp_model("llama", add_cross_attention=True)
+    assert patch_model(model, "qk_norm_cap").config.add_cross_attention

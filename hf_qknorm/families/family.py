@@ -94,7 +94,8 @@ class Family:
 
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Return the reason why a model with this config can't have `scheme`, or None."""
-        if getattr(config, "add_cross_attention", False) and self.style.project_across is None:
+        reads = hasattr(type(config), "add_cross_attention")  # a config holds any setting, and these types read it
+        if reads and config.add_cross_attention and self.style.project_across is None:
             return "is not supported with add_cross_attention=True: its layers attend to an encoder too"
         if self.unsupported is not None and (reason := self.unsupported(config)):
             return f"is not supported with {reason}"

@@ -37,6 +37,8 @@ _TYPES: Final[dict[str, str]] = {
 # As above, of types that take a cap alone.
 _NORMS: Final[dict[str, str]] = {
     "it adds a learned bias by position to its logits, which servers and fused kernels do not take": "mt5 t5",
+    "its windows reach both ways, and attention functions differ in where such a window ends": "modernbert",
+    "its attention module has another form before transformers 5.24": "dinov2 dinov2_with_registers",
     f"before transformers 5.24 {INLINE}": "codegen gptj",
 }
 

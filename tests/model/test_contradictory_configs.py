@@ -33,7 +33,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"qk_norm": {**PLAIN.to_dict(), "knee": 0.0}},
         "\"qk_norm\" has 'knee': it was written by a version before 1.0: convert it again",
     ),
-    "cross-attention": ({"add_cross_attention": True}, "not supported with add_cross_attention=True"),
     "no layers": ({"num_hidden_layers": 0}, "config.json: .* no layer has attention"),
     "no heads": ({"num_key_value_heads": 0}, "config.json can't be used"),
     "too many heads": ({"num_attention_heads": 2**62}, "config.json.*(num_attention_heads|attention heads)"),

@@ -18,10 +18,6 @@ SMALL = {**TINY, "initializer_range": 0.3}
 TYPES: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2": ("AutoModel", {**SMALL, "image_size": 16, "patch_size": 4}),
     "modernbert": ("AutoModelForMaskedLM", {**SMALL, "local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}),
-    "qwen2_vl_text": (
-        "AutoModel",
-        {**SMALL, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}},
-    ),
     "t5": (
         "AutoModelForSeq2SeqLM",
         {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
