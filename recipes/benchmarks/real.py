@@ -41,10 +41,11 @@ from sharp_norms import Story, losses_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import Scheme, add_standalone, calibrate, logit_statistics, patch_model
+from hf_qknorm import Scheme, calibrate, logit_statistics, patch_model
 from hf_qknorm.measure.text import context_length, load_text
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.knees import knee_of
+from hf_qknorm.standalone.generate import add_standalone
 
 CALIBRATED, LONG_ROWS, PROMPT, NEW, BATCH = 20, 2, 32, 64, 25
 EDGES = (512, 1024, 2048, 4096, 8192)

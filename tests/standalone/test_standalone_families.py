@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_qknorm import FAMILIES, Scheme, add_standalone, patch_model
+from hf_qknorm import FAMILIES, Scheme, patch_model
+from hf_qknorm.standalone.generate import add_standalone
 from qknorm_tests.children import WITHOUT_PACKAGE, child
 from qknorm_tests.tables import assert_near, causal_families, make_batch, randomise, real, sharp_model
 from qknorm_tests.tiny import tiny_config

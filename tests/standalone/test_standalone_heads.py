@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
-from hf_qknorm import SCHEMES, add_standalone, patch_model
+from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.convert.card import render_card
+from hf_qknorm.standalone.generate import add_standalone
 from qknorm_tests.children import child
 from qknorm_tests.tables import make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
