@@ -11,11 +11,11 @@
 | task | names |
 |---|---|
 | patch a model | `patch_model`, `unpatch_model`, `Scheme`, `SCHEMES`, `FAMILIES` |
-| convert a checkpoint | `calibrate`, `convert_checkpoint` |
+| convert a checkpoint | `calibrate`, `Calibration`, `convert_checkpoint` |
 | inspect | `inspect_model`, `logit_statistics` |
 | train | `LogitMonitor`, `KneeSchedule`, `set_knee`, `remove_norms`, `peft_modules_to_save` |
 | optimise | `QKClip`, `QuacK` |
-| share | `push_to_hub`, `add_standalone`, `export_native` |
+| share | `push_to_hub`, `export_native` |
 
 Importing the package registers its attention functions, its masks and the classes of patched models with transformers.
 From then on, transformers' classes for plain models refuse patched checkpoints. `hf_qknorm/hooks` has all such changes.
@@ -34,21 +34,34 @@ _LATE = {
     "calibration.calibrate": ("calibrate",),
     "convert.convert": ("convert_checkpoint",),
     "inspection.inspect": ("inspect_model",),
-    "inspection.report": ("Inspection",),
     "families": ("FAMILIES",),
     "convert.export": ("export_native",),
     "convert.push": ("push_to_hub",),
     "model.adapters": ("peft_modules_to_save",),
     "model.knees": ("set_knee",),
     "patch": ("patch_model", "unpatch_model"),
-    "standalone.generate": ("add_standalone",),
-    "measure.logit_statistics": ("LogitStatistics", "logit_statistics"),
+    "measure.logit_statistics": ("logit_statistics",),
     "reports.report": ("Calibration",),
     "training.clip": ("QKClip",),
     "training.knee": ("KneeSchedule",),
     "training.logit_monitor": ("LogitMonitor",),
     "training.quack": ("QuacK",),
     "training.removal": ("remove_norms",),
+}
+# Public names of versions before 1.0, and what takes their place.
+_GONE = {
+    "BlendSchedule": "KneeSchedule starts at the unpatched model too",
+    "CapSchedule": "patch with the cap from the start",
+    "Inspection": "inspect_model returns one, of hf_qknorm.inspection.report",
+    "LogitStatistics": "logit_statistics yields them, of hf_qknorm.measure.logit_statistics",
+    "MuonClip": "recipes/muon_clip.py shows torch.optim.Muon with QKClip",
+    "NativeExport": "export_native returns one, of hf_qknorm.convert.export",
+    "Plan": "convert_checkpoint(..., dry_run=True) prints the plan",
+    "add_standalone": "conversions and pushes add the code; else hf_qknorm.standalone.generate.add_standalone",
+    "plan_conversion": "convert_checkpoint(..., dry_run=True) prints the plan",
+    "set_blend": "set_knee moves a calibrated norm",
+    "set_cap": "patch with the cap from the start",
+    "start_removal": "calibrate prepares norms for their removal by KneeSchedule and remove_norms",
 }
 if TYPE_CHECKING:
     from hf_qknorm.calibration.calibrate import calibrate
@@ -57,13 +70,11 @@ if TYPE_CHECKING:
     from hf_qknorm.convert.push import push_to_hub
     from hf_qknorm.families import FAMILIES
     from hf_qknorm.inspection.inspect import inspect_model
-    from hf_qknorm.inspection.report import Inspection
-    from hf_qknorm.measure.logit_statistics import LogitStatistics, logit_statistics
+    from hf_qknorm.measure.logit_statistics import logit_statistics
     from hf_qknorm.model.adapters import peft_modules_to_save
     from hf_qknorm.model.knees import set_knee
     from hf_qknorm.patch import patch_model, unpatch_model
     from hf_qknorm.reports.report import Calibration
-    from hf_qknorm.standalone.generate import add_standalone
     from hf_qknorm.training.clip import QKClip
     from hf_qknorm.training.knee import KneeSchedule
     from hf_qknorm.training.logit_monitor import LogitMonitor
@@ -75,14 +86,15 @@ else:
         for module, names in _LATE.items():
             if name in names:
                 return getattr(import_module(f"{__name__}.{module}"), name)
+        if name in _GONE:
+            raise AttributeError(f"{__name__}.{name} is gone: {_GONE[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 __all__ = [
-    "FAMILIES", "SCHEMES", "Calibration", "Inspection", "KneeSchedule", "LogitMonitor", "LogitStatistics",
-    "QKClip", "QuacK", "Scheme", "__version__", "add_standalone", "calibrate", "convert_checkpoint",
-    "export_native", "inspect_model", "logit_statistics", "patch_model", "peft_modules_to_save", "push_to_hub",
-    "remove_norms", "set_knee", "unpatch_model",
+    "FAMILIES", "SCHEMES", "Calibration", "KneeSchedule", "LogitMonitor", "QKClip", "QuacK", "Scheme", "__version__",
+    "calibrate", "convert_checkpoint", "export_native", "inspect_model", "logit_statistics", "patch_model",
+    "peft_modules_to_save", "push_to_hub", "remove_norms", "set_knee", "unpatch_model",
 ]  # fmt: skip
 
 

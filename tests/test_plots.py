@@ -12,8 +12,8 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from hf_qknorm import SCHEMES, Calibration, Inspection
-from hf_qknorm.inspection.report import KneeTrial, KneeTrials
+from hf_qknorm import SCHEMES, Calibration
+from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials
 from hf_qknorm.plots import draw_calibration, draw_inspection, draw_log, save_figure
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.training.logit_log import LogitSample

@@ -25,22 +25,22 @@ from hf_qknorm.checkpoint import (
     quiet_transformers,
 )
 from hf_qknorm.convert.card import write_card
-from hf_qknorm.families import FAMILIES, check_scheme
-from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.families import family_of
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_bytes
 from hf_qknorm.files.hub_names import hub_name
-from hf_qknorm.files.names import CONFIG, REPORT, check_inside, other_files, weight_files
+from hf_qknorm.files.names import CONFIG, check_inside, other_files, weight_files
 from hf_qknorm.files.paths import check_folder, check_space, user_path
 from hf_qknorm.measure.batches import Batches, check_batches
 from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import as_batches, check_text, names_a_path, sequence_length
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.model.derived import derived_model
+from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.placement import SHARD, check_finite, is_offloaded, memory_limits, placement
-from hf_qknorm.model.record import own_tensors, set_record
-from hf_qknorm.patch import patch_model, patched_config
+from hf_qknorm.model.record import own_tensors, set_record, write_record
+from hf_qknorm.model.towers import pick_tower
+from hf_qknorm.patch import patch_model
 from hf_qknorm.reports.report import Calibration
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.standalone.generate import add_standalone, check_standalone
@@ -76,6 +76,8 @@ def convert_checkpoint(
     or as "8GB" (or accelerate's mapping from devices to sizes). Layers that do not fit, by default into what is free,
     are read from files in each forward pass; the result has the same bits.
 
+    Of a multimodal model the text tower is converted, without stand-alone code and card.
+
     Tokenizer, processor, generation config, templates and licence are copied. A model card is written; the source's is
     kept as README.original.md. `standalone` adds the code that runs the model without hf_qknorm, as `add_standalone`
     does. `dst` appears once it is complete. With `overwrite` an existing folder is replaced if it holds a checkpoint
@@ -93,7 +95,7 @@ def convert_checkpoint(
     >>> report.scheme.q
     'rms'
     """
-    scheme = Scheme.of(scheme)
+    scheme = Scheme.of(scheme).resolve()
     chosen: dict[str, Any] = {"knee": knee, "max_loss_increase": max_loss_increase, "exportable": exportable}
     if data is None:
         _check_no_calibration(method=method, length=length, max_tokens=max_tokens, **chosen)
@@ -105,28 +107,33 @@ def convert_checkpoint(
     destination = user_path(dst, "dst")
     check_folder(destination, overwrite=overwrite, sources=[src, data])
     source = open_source(src)
-    scheme = _check_convertible(source, scheme, length, standalone)
-    if exportable:
-        exported_eps(patched_config(source.config, scheme))
     check = partial(check_folder, destination, overwrite=overwrite, sources=[source.folder, data])
     check()
-    plan, size = _plan(source, destination, scheme)
+    model = _patched_on_meta(source, scheme, standalone)
+    if exportable:
+        exported_eps(_patched_part(model).config)
+    max_tokens = TRIED_TOKENS if dry_run else max_tokens or MAX_TOKENS
+    batches = None
+    if names_a_path(data) or not (data is None or dry_run):  # a dry run would use up an iterator
+        batches = _batches(source, model, data, length, max_tokens)
+    plan, size = _plan(source, model, destination)
     if dry_run:
-        if names_a_path(data):  # an iterator would be used up
-            _batches(source, data, length, TRIED_TOKENS)
         print(plan)  # noqa: T201
         return None
     check_space(destination, size)
-    max_tokens = max_tokens or MAX_TOKENS
-    batches = None if data is None else _batches(source, data, length, max_tokens)
     with new_folder(destination, check) as folder:
         placed = placement(source.folder, max_memory, folder.parent / "offload")
-        model = _patched(source, scheme, placed)
+        model = load_model(source, **placed)
+        check_finite(model, source.folder)
+        model.name_or_path = ""  # without a name, patch_model does not warn that the model needs a calibration
+        part = _patched_part(patch_model(model, scheme))
+        report = None
         if batches is not None:
-            report = calibrate(model, batches, method, max_tokens=max_tokens, **chosen)
+            found = calibrate(part, batches, method, max_tokens=max_tokens, **chosen)
             dataset = hub_name(data) if isinstance(data, str) else None
-            set_record(model, replace(report, base_model=hub_name(source.name), dataset=dataset).to_dict())
-            _check_gains(model)
+            report = replace(found, base_model=hub_name(source.name), dataset=dataset)
+            set_record(part, report.to_dict())
+            _check_gains(part)
         elif not scheme.pre_norm and not is_exact(model):
             raise ValueError(
                 "pre_norm=False can't fold the biases of norms and projections exactly: their right values depend on "
@@ -134,15 +141,90 @@ def convert_checkpoint(
             )
         limit = placed.get("max_memory", {}).get("cpu", SHARD)
         _write(model, source, folder, standalone=standalone, shard=min(limit, SHARD))
-        return None if batches is None else Calibration.load(folder / REPORT)
+        return report
 
 
-def _patched(source: Source, scheme: Scheme, placed: Mapping[str, Any]) -> Any:
-    """Load the model, check its weights, and patch it."""
-    model = load_model(source, **placed)
-    check_finite(model, source.folder)
-    model.name_or_path = ""  # without a name, patch_model does not warn that the model needs a calibration
-    return patch_model(model, scheme)
+def _check_no_calibration(**options: Any) -> None:
+    """Raise ValueError for an option of a calibration without data."""
+    for name, value in options.items():
+        if value not in (None, False):
+            raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
+
+
+def _patched_on_meta(source: Source, scheme: Scheme, standalone: bool) -> Any:
+    """Patch the source's model without its weights, as a trial; refuse a source that links to other places, too."""
+    config, folder = source.config, source.folder
+    if source.is_quantised:
+        raise ValueError(
+            f"{folder / CONFIG}: this checkpoint is quantised. Convert the one in full precision, then quantise that"
+        )
+    with torch.device("meta"):
+        model: Any = source.model_class(copy.deepcopy(config))
+    for held in (module.config for module in model.modules() if isinstance(module, QKNormModel)):
+        raise ValueError(
+            f"{source.name} is converted already ({held.scheme}): convert the original checkpoint instead. Take the "
+            f"norms off one that was trained on: hf-qknorm export {source.name} DST --data TEXT"
+        )
+    for file in weight_files(folder):
+        check_inside(folder, folder / file)
+    copied_files(source)  # raises for links too
+    if scheme.changes_nothing:
+        raise ValueError("this scheme changes nothing, so that there is nothing to convert: give another one")
+    model.name_or_path = ""
+    try:
+        picked = pick_tower(model, None)
+        family_of(config if picked is None else getattr(config, picked[1]), scheme)
+        patch_model(model, replace(scheme, pre_norm=True))  # to fold a norm takes the weights
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    if standalone and picked is not None:
+        raise ValueError(
+            f"no stand-alone code can be made for {config.model_type}, of which {picked[0]} alone is patched: convert "
+            "without it, by standalone=False (--no-standalone)"
+        )
+    if standalone:
+        check_standalone(config.model_type, scheme)
+    return model
+
+
+def _patched_part(model: Any) -> Any:
+    """The patched model: the tower of a multimodal one, else the whole."""
+    return next(module for module in model.modules() if isinstance(module, QKNormModel))
+
+
+def _batches(source: Source, model: Any, data: Any, length: int | None, max_tokens: int) -> Batches:
+    """Return the batches of a calibration. Raises ValueError for ones that the model can't be calibrated on."""
+    part = _patched_part(model)
+    if part.config.is_encoder_decoder:
+        require_causal(part.config)
+    cut = {"batch": SEQUENCES, "length": sequence_length(part.config, length), "max_tokens": max_tokens}
+    batches = as_batches(part, data, partial(load_tokenizer, source.folder), **cut)
+    check_batches(batches, part.config)
+    check_inputs(part, batches)
+    return batches
+
+
+def _plan(source: Source, model: Any, destination: Path) -> tuple[str, int]:
+    """Return the plan of a conversion as text, and the size of its result in bytes."""
+    layers, tensors, part = patched_layers(model), own_tensors(model), _patched_part(model)
+    norms = [f"{name}.{norm}" for name, layer in layers.items() for norm in head_norms(layer)]
+    added = [name for name in tensors if name.rpartition(".")[0] in norms]
+    count = sum(tensors[name].numel() for name in added)
+    stored = sum(path.stat().st_size for path in source.folder.glob("*.safetensors"))
+    itemsize = getattr(model.config.dtype, "itemsize", None) or model.dtype.itemsize
+    copied = [str(file) for file in copied_files(source)]
+    size = sum(tensor.numel() for tensor in tensors.values()) * itemsize
+    size += sum((source.folder / file).stat().st_size for file in copied)
+    lines = {
+        "source": f"{source.folder} ({source.config.model_type}, {format_bytes(stored)})",
+        "destination": f"{destination} ({type(part.config).model_type}, {format_bytes(size)})",
+        "scheme": str(part.config.scheme),
+        "patches": f"{len(layers)} attention layers, {len(norms)} norms",
+        "adds": f"{len(added)} tensors, {count:,} parameters" + (f", first {added[0]}" if added else ""),
+        "copies": ", ".join(copied) or "no other files",
+        "leaves out": ", ".join(other_files(source.folder)) or "nothing",
+    }
+    return "\n".join(f"{title:12}{text}" for title, text in lines.items()), size
 
 
 def _check_gains(model: Any) -> None:
@@ -159,7 +241,7 @@ def _check_gains(model: Any) -> None:
 def _write(model: Any, source: Source, folder: Path, *, standalone: bool, shard: int) -> None:
     """Write the checkpoint: the model by its own method, the files beside the source's weights, and the card.
 
-    An offloaded model is written in shards of at most `shard` bytes.
+    An offloaded model is written in shards of at most `shard` bytes. A multimodal model keeps the source's card.
     """
     if standalone:
         add_standalone(model)
@@ -171,83 +253,7 @@ def _write(model: Any, source: Source, folder: Path, *, standalone: bool, shard:
         warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
         model.save_pretrained(folder, **options)
     copy_files(source, folder)
-    write_card(folder, base_model=hub_name(source.name))
-
-
-def _check_no_calibration(**options: Any) -> None:
-    """Raise ValueError for an option of a calibration without data."""
-    for name, value in options.items():
-        if value not in (None, False):
-            raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
-
-
-def _check_convertible(source: Source, scheme: Scheme, length: int | None, standalone: bool) -> Scheme:
-    """Refuse a source that can't be converted, or that links to other places; return the scheme for its family."""
-    config, folder = source.config, source.folder
-    if source.is_quantised:
-        raise ValueError(
-            f"{folder / CONFIG}: this checkpoint is quantised. Convert the one in full precision, then quantise that"
-        )
-    if type(config).model_type.startswith(TYPE_PREFIX):
-        raise ValueError(
-            f"{source.name} is converted already ({config.scheme}): convert the original checkpoint instead. Take the "
-            f"norms off one that was trained on: hf-qknorm export {source.name} DST --data TEXT"
-        )
-    for file in weight_files(folder):
-        check_inside(folder, folder / file)
-    copied_files(source)  # raises for links too
-    if scheme.changes_nothing:
-        raise ValueError("this scheme changes nothing, so that there is nothing to convert: give another one")
-    try:
-        scheme = scheme.resolve()
-        check_scheme(config.model_type, config, scheme)
-        if config.model_type not in FAMILIES and config.sub_configs:
-            raise ValueError(
-                f"model_type {config.model_type!r} is not supported by conversions: it holds several models. Patch one "
-                "of them in memory, patch_model(model, ..., tower=...), and save it with model.save_pretrained"
-            )
-        sequence_length(config, length)
-    except ValueError as error:
-        raise ValueError(f"{folder / CONFIG}: {error}") from error
-    if standalone:
-        check_standalone(config.model_type, scheme)
-    return scheme
-
-
-def _plan(source: Source, destination: Path, scheme: Scheme) -> tuple[str, int]:
-    """Return the plan of a conversion as text, and the size of its result in bytes."""
-    with torch.device("meta"):
-        config = patched_config(source.config, scheme)
-        model: Any = derived_model(source.model_class)(config)
-    layers, tensors = patched_layers(model), own_tensors(model)
-    norms = [f"{name}.{norm}" for name, layer in layers.items() for norm in head_norms(layer)]
-    added = [name for name in tensors if name.rpartition(".")[0] in norms]
-    count = sum(tensors[name].numel() for name in added)
-    stored = sum(path.stat().st_size for path in source.folder.glob("*.safetensors"))
-    itemsize = getattr(config.dtype, "itemsize", None) or model.dtype.itemsize
-    copied = [str(file) for file in copied_files(source)]
-    size = sum(tensor.numel() for tensor in tensors.values()) * itemsize
-    size += sum((source.folder / file).stat().st_size for file in copied)
-    lines = {
-        "source": f"{source.folder} ({config.base_model_type}, {format_bytes(stored)})",
-        "destination": f"{destination} ({config.model_type}, {format_bytes(size)})",
-        "scheme": str(scheme),
-        "patches": f"{len(layers)} attention layers, {len(norms)} norms",
-        "adds": f"{len(added)} tensors, {count:,} parameters" + (f", first {added[0]}" if added else ""),
-        "copies": ", ".join(copied) or "no other files",
-        "leaves out": ", ".join(other_files(source.folder)) or "nothing",
-    }
-    return "\n".join(f"{title:12}{text}" for title, text in lines.items()), size
-
-
-def _batches(source: Source, data: Any, length: int | None, max_tokens: int) -> Batches:
-    """Return the batches of a calibration. Raises ValueError for ones that the model can't be calibrated on."""
-    if source.config.is_encoder_decoder:
-        require_causal(source.config)
-    with torch.device("meta"):
-        model = source.model_class(copy.deepcopy(source.config))
-    cut = {"batch": SEQUENCES, "length": sequence_length(source.config, length), "max_tokens": max_tokens}
-    batches = as_batches(model, data, partial(load_tokenizer, source.folder), **cut)
-    check_batches(batches, source.config)
-    check_inputs(model, batches)
-    return batches
+    if isinstance(model, QKNormModel):
+        write_card(folder, base_model=hub_name(source.name))
+    else:
+        write_record(_patched_part(model), folder)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
+from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX, classes_of
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import read_json
 
@@ -85,9 +85,13 @@ def _stored_type(path: Path) -> Any:
 def _refusal(where: str, stored: Any, cls: str) -> ValueError:
     from hf_qknorm.model.load_checks import UnpatchedClassError
 
+    autos = classes_of(str(stored).removeprefix(TYPE_PREFIX))
+    auto = next(
+        (name for name in ("AutoModelForCausalLM", "AutoModel") if name in autos), next(iter(autos), "AutoModel")
+    )
     return UnpatchedClassError(
         f"{where} is a patched checkpoint of model_type {shorten(stored)}, and {cls} would load it without its scheme. "
-        "Load it with an Auto class such as AutoModelForCausalLM or AutoConfig, or with a class of "
+        f"Load it with an Auto class such as {auto} or AutoConfig, or with a class of "
         f"hf_qknorm.model.derived: {PREFIX}NAME for a class NAME, your own included; unpatch_model then gives the "
         "unpatched model"
     )

@@ -143,8 +143,9 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
     Raises ValueError if the checkpoint is not patched or its scheme changes nothing, TypeError for a wrapped model, and
     FileNotFoundError for a folder without a config.json.
 
+    >>> from hf_qknorm.standalone.generate import add_standalone
     >>> qk.patch_model(model, scheme="qk_norm_cap").save_pretrained("out")
-    >>> qk.add_standalone("out")
+    >>> add_standalone("out")
     >>> import json
     >>> json.load(open("out/config.json"))["auto_map"]["AutoModelForCausalLM"]
     'modeling_qknorm.QKNormLlamaForCausalLM'

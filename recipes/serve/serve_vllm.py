@@ -29,6 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_qknorm as qk
 from hf_qknorm.model.install import as_unpatched
+from hf_qknorm.standalone.generate import add_standalone
 
 LIMIT = 1e-4
 COUNT = 24  # greedy tokens
@@ -101,7 +102,7 @@ def build(folder: Path, name: str) -> dict[str, Any]:
         model = AutoModelForCausalLM.from_pretrained(folder)
     else:
         model.save_pretrained(folder)
-        qk.add_standalone(folder)
+        add_standalone(folder)
     logprobs, texts = predictions(model, prompts(), COUNT)
     expected = {"logprobs": logprobs, "texts": texts, "without": _furthest(without, logprobs)}
     predicted.write_text(json.dumps(expected))

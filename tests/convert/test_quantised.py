@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
-from hf_qknorm import Scheme, add_standalone, patch_model
+from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
+from hf_qknorm.standalone.generate import add_standalone
 from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0)

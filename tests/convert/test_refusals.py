@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartForConditionalGeneration, BertForMaskedLM
+from transformers import AutoModelForImageTextToText, BartForConditionalGeneration, BertForMaskedLM
 
-from hf_qknorm import SCHEMES, convert_checkpoint
+from hf_qknorm import SCHEMES, calibrate, convert_checkpoint, patch_model
 from hf_qknorm.convert import convert
 from qknorm_tests.folders import configure, contents, edit, loaded, save, save_with_tokenizer
 from qknorm_tests.tables import trained_like
 from qknorm_tests.tiny import tiny_config, tiny_model
+from qknorm_tests.tiny_towers import tiny_towers
 
 INDEX, NORM = "model.safetensors.index.json", "model.layers.1.self_attn.q_norm.weight"
 TEXT = "to be or not to be " * 20
+BATCHES = [{"input_ids": torch.randint(3, 59, (4, 24), generator=torch.Generator().manual_seed(i))} for i in range(3)]
 
 
 def _truncate(path: Path) -> None:
@@ -246,12 +248,21 @@ def test_a_dry_run_tries_the_text_and_leaves_an_iterator(llama, tmp_path):
         convert_checkpoint(llama, tmp_path / "out", data=str(tmp_path / "text.txt"), dry_run=True)
 
 
-def test_a_multimodal_model_is_patched_in_memory(tmp_path):
-    from qknorm_tests.tiny_towers import tiny_towers
-
-    source = save(tiny_towers("llava"), tmp_path / "source")
-    with pytest.raises(ValueError, match=r"config.json: model_type 'llava' is not supported"):
-        convert_checkpoint(source, tmp_path / "out", "soft_cap")
+def test_of_a_multimodal_model_the_text_tower_is_converted(tmp_path, capsys):
+    model = tiny_towers("llava")
+    source, options = save(model, tmp_path / "source"), {"data": BATCHES, "method": "moments"}
+    with pytest.raises(ValueError, match=r"code can be made for llava, of which model.language_model alone is patched"):
+        convert_checkpoint(source, tmp_path / "out", **options)
+    convert_checkpoint(source, tmp_path / "out", standalone=False, dry_run=True)
+    assert "2 attention layers, 4 norms" in capsys.readouterr().out
+    report = convert_checkpoint(source, tmp_path / "out", standalone=False, **options)
+    patch_model(model, "qk_norm_cap")
+    assert calibrate(model.model.language_model, **options).layers.keys() == report.layers.keys()
+    found = AutoModelForImageTextToText.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(x, found[name]) for name, x in model.state_dict().items())
+    assert (tmp_path / "out" / "qk_norm_report.json").is_file()
+    with pytest.raises(ValueError, match="is converted already"):
+        convert_checkpoint(tmp_path / "out", tmp_path / "again", standalone=False)
 
 
 def test_a_full_disk(llama, tmp_path, monkeypatch):

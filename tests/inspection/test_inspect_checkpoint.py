@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_qknorm import SCHEMES, Inspection, patch_model
+from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.calibration.knees import KNEES
 from hf_qknorm.inspection.inspect import inspect_checkpoint
+from hf_qknorm.inspection.report import Inspection
 from qknorm_tests.folders import configure, save_with_tokenizer
 from qknorm_tests.tables import sharp_model
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModel, PreTrainedModel
 
-from hf_qknorm import SCHEMES, Scheme, add_standalone, patch_model
+from hf_qknorm import SCHEMES, Scheme, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.ops import reference
+from hf_qknorm.standalone.generate import add_standalone
 from qknorm_tests.tables import randomise, sharp_model
 
 CASES = {

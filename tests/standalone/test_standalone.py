@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, add_standalone, convert_checkpoint, patch_model, unpatch_model
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, convert_checkpoint, patch_model, unpatch_model
 from hf_qknorm.families.class_names import AUTO_CLASSES
 from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.model.derived import derived_config
-from hf_qknorm.standalone.generate import standalone_code
+from hf_qknorm.standalone.generate import add_standalone, standalone_code
 from qknorm_tests.children import WITHOUT_PACKAGE, child
 from qknorm_tests.tables import MODEL_TYPES, as_loaded, assert_near, causal_families, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_config

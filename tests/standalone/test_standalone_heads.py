@@ -12,8 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
-from hf_qknorm import Scheme, add_standalone, patch_model
+from hf_qknorm import Scheme, patch_model
 from hf_qknorm.convert.card import render_card
+from hf_qknorm.standalone.generate import add_standalone
 from qknorm_tests import capped_types, vision_cases
 from qknorm_tests.children import child
 from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
