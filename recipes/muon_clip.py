@@ -60,8 +60,6 @@ class MuonAndAdamW(Optimizer):
 
 def make_optimizer(model: nn.Module, arguments: common.Arguments) -> MuonAndAdamW:
     """Muon for the matrices of hidden layers, AdamW for all other parameters."""
-    if arguments.deepspeed or arguments.fsdp:
-        raise ValueError("this recipe's Muon needs whole matrices: run it in one process, or with DDP")
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     ends = {id(weight) for weight in (*embeddings, model.get_output_embeddings().weight)}
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -85,6 +83,8 @@ def main(command: list[str] | None = None) -> dict[str, float]:
         count = sum(p.numel() for group in groups for p in group["params"])
         common.print_once(arguments, f"{name}: {count:,} parameters")
     trainer = common.make_trainer(model, text, tokenizer, arguments, options.every, optimizers=(optimizer, None))
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError("DeepSpeed and FSDP divide matrices, which Muon needs whole: use one process, or DDP")
     if options.threshold:  # after the monitor, which must see logits before they are clipped
         trainer.add_callback(QKClip(model, options.threshold))
     losses: dict[str, float] = {}

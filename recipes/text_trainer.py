@@ -39,8 +39,6 @@ class Arguments(TrainingArguments):
     warmup_steps: float = 5
     adam_beta2: float = 0.95
     weight_decay: float = 0.1
-    per_device_train_batch_size: int = 8
-    per_device_eval_batch_size: int = 8
     logging_steps: float = 10
     save_strategy: str = "no"
     report_to: str = "none"
@@ -96,16 +94,11 @@ class Text:
         """Sample batches `[B, T]` at random places of the training part."""
         return sample_batches(self.seen, count, batch, self.length, seed)
 
-    def rows(self) -> list[dict[str, Tensor]]:
-        return _rows(self.seen, self.length)
-
-    def held_out_rows(self) -> list[dict[str, Tensor]]:
-        return _rows(self.held_out, self.length)[:HELD_OUT_ROWS]
-
-
-def _rows(ids: Tensor, length: int) -> list[dict[str, Tensor]]:
-    whole = ids[: len(ids) // length * length].view(-1, length)
-    return [{"input_ids": row, "labels": row} for row in whole]
+    def rows(self, held_out: bool = False) -> list[dict[str, Tensor]]:
+        """All rows of the training part, or `HELD_OUT_ROWS` of the other."""
+        ids = self.held_out[: HELD_OUT_ROWS * self.length] if held_out else self.seen
+        whole = ids[: len(ids) // self.length * self.length].view(-1, self.length)
+        return [{"input_ids": row, "labels": row} for row in whole]
 
 
 def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTokenizerBase, Text]:
@@ -144,7 +137,7 @@ def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, e
         model,
         arguments,
         train_dataset=text.rows(),
-        eval_dataset=text.held_out_rows(),
+        eval_dataset=text.rows(held_out=True),
         processing_class=tokenizer,
         **options,
     )

@@ -3,7 +3,8 @@
     python recipes/benchmarks/bench_model.py --size 135m --output step.md
 
 All models take turns: forward, backward and AdamW's update on random tokens, with random weights. Times are medians
-(fastest to slowest). Without a GPU the models are tiny, and their times mean nothing.
+(fastest to slowest). "1b" has the shape of Llama 3.2 1B, "135m" that of SmolLM2. Without a GPU the models are tiny, and
+their times mean nothing.
 """
 
 from __future__ import annotations
@@ -11,97 +12,57 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from page import opening, provenance, publish, table
 from timing import Clock, Run, cell
-from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_qknorm as qk
 
 SCHEME = "qk_norm_cap"
 BACKEND = "hf_qknorm_triton" if torch.cuda.is_available() else "hf_qknorm"  # without a fallback on a GPU
+SHAPE = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+SIZES = {  # the shape, the vocabulary, and the batch `[B, T]`
+    "1b": ((2048, 8192, 16, 32, 8), 128_256, (4, 4096)),
+    "135m": ((576, 1536, 30, 9, 3), 49_152, (8, 2048)),
+    "tiny": ((64, 96, 2, 4, 2), 257, (1, 24)),
+}
+STEPS = {  # whether the model is patched, and compiled
+    "unpatched, sdpa": (False, False),
+    f"ours: {SCHEME}": (True, False),
+    "unpatched, sdpa, torch.compile": (False, True),
+    f"ours: {SCHEME}, torch.compile": (True, True),
+}
 
 
-@dataclass(frozen=True)
-class Size:
-    """A Llama's shape and batch; the defaults are Llama 3.2 1B's, those of "135m" SmolLM2's."""
+def training(name: str, size: str, device: torch.device) -> Callable[[int], None]:
+    """A function that takes a training step; the model is built by its first call, with the same weights for all."""
+    (patched, compiled), (shape, vocabulary, batch) = STEPS[name], SIZES[size]
+    batches = [torch.randint(vocabulary, batch, device=device) for _ in range(2)]
+    made: list[Any] = []
 
-    hidden: int = 2048
-    inner: int = 8192
-    layers: int = 16
-    heads: int = 32
-    heads_kv: int = 8
-    vocabulary: int = 128_256
-    batch: int = 4
-    length: int = 4096
-
-    def build(self, device: torch.device, dtype: torch.dtype, backend: str, patched: bool) -> nn.Module:
-        """A model with random weights, the same for all backends."""
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.heads_kv,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=max(self.length, 64),
-            tie_word_embeddings=True,
-        )
-        config._attn_implementation = "sdpa"
+    def build() -> Any:
+        sizes = dict(zip(SHAPE, shape, strict=True)) | {"vocab_size": vocabulary, "tie_word_embeddings": True}
         torch.manual_seed(0)
         with device:
-            model: Any = LlamaForCausalLM(config).to(dtype)
+            model: Any = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=max(batch[1], 64)))
+        model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).train()
         if patched:
-            qk.patch_model(model, SCHEME)
-            model.set_attn_implementation(backend)
-        model.config.use_cache = False
-        return model.train()
-
-    def tokens(self, device: torch.device) -> Tensor:
-        return torch.randint(self.vocabulary, (self.batch, self.length), device=device)
-
-
-@dataclass(frozen=True)
-class Step:
-    """One way to train it."""
-
-    name: str
-    patched: bool
-    compiled: bool = False
-
-
-SIZES = {
-    "1b": Size(),
-    "135m": Size(hidden=576, inner=1536, layers=30, heads=9, heads_kv=3, vocabulary=49_152, batch=8, length=2048),
-}
-TINY = Size(hidden=64, inner=96, layers=2, heads=4, heads_kv=2, vocabulary=257, batch=1, length=24)
-PLAIN = (Step("unpatched, sdpa", False), Step(f"ours: {SCHEME}", True))
-STEPS = (
-    *PLAIN,
-    Step("unpatched, sdpa, torch.compile", False, True),
-    Step(f"ours: {SCHEME}, torch.compile", True, True),
-)
-
-
-def training(step: Step, size: Size, device: torch.device, dtype: torch.dtype) -> Callable[[int], None]:
-    """A function that takes a training step; the model is built by its first call."""
-    made: list[Any] = []
-    batches = [size.tokens(device) for _ in range(2)]
+            qk.patch_model(model, SCHEME, attn_implementation=BACKEND)
+        if compiled:  # without a GPU what matters is that it can be traced
+            model.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+        return model
 
     def run(n: int) -> None:
         if not made:
-            model: Any = size.build(device, dtype, BACKEND, step.patched)
-            if step.compiled:  # without a GPU what matters is that it can be traced
-                model.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
+            model = build()
             made.extend((model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)))
         model, optimizer = made
         ids = batches[n % len(batches)]
-        model(input_ids=ids, labels=ids).loss.backward()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -110,20 +71,18 @@ def training(step: Step, size: Size, device: torch.device, dtype: torch.dtype) -
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="1b", help="default: 1b, with torch.compile beside it")
+    parser.add_argument("--size", choices=("1b", "135m"), default="1b")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the Markdown there as well")
     args = parser.parse_args(arguments)
-    cuda = torch.cuda.is_available()
-    size, device, dtype = (SIZES[args.size], "cuda", torch.bfloat16) if cuda else (TINY, "cpu", torch.float32)
-    steps = STEPS if args.size == "1b" else PLAIN
-    runs = {step.name: Run(training(step, size, torch.device(device), dtype)) for step in steps}
-    Clock(torch.device(device)).race(runs, 10 if cuda else 2)
-    rows, base = [], runs[STEPS[0].name]
+    size, device = (args.size, torch.device("cuda")) if torch.cuda.is_available() else ("tiny", torch.device("cpu"))
+    runs = {name: Run(training(name, size, device)) for name in STEPS}
+    Clock(device).race(runs, 10 if size != "tiny" else 2)
+    rows, (base, *_) = [], runs.values()
     for name, run in runs.items():
         ratio = "" if run.failure or base.failure else f"{run.median / base.median:.2f}"
         peak = "" if run.peak_mib is None else f"{run.peak_mib:,.0f}"
         rows.append([name, run.failure or cell(run.times), peak, ratio])
-    page = opening("A training step", __doc__, f"{size}, {dtype}; {provenance()}")
+    page = opening("A training step", __doc__, f"{size}: {SIZES[size]}; {provenance()}")
     publish([*page, *table(["", "ms", "MiB", "of the unpatched model's time"], rows)], args.output)
     return int(any(run.failure for name, run in runs.items() if name.startswith("ours")))
 

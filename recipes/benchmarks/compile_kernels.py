@@ -49,13 +49,11 @@ class Case:
     ranges: bool = False
     sinks: bool = False
     statistics: bool = False
-    tf32: bool = False
     gluon: bool = False  # the forward pass for Hopper alone
 
     def launch(self) -> None:
         """Call forward and backward."""
         os.environ[gluon.SWITCH] = str(int(self.gluon))
-        torch.backends.cuda.matmul.fp32_precision = "tf32" if self.tf32 else "ieee"
         b, h, hk, t = 36, 8, 2, 1024
         d = self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
@@ -113,7 +111,6 @@ CASES = USUAL | {
     **{f"knee {d}": Case(d, softcap=None, knee=True) for d in (128, 64)},
     "knee, layer": Case(64, norm="layer", knee=True),
     **{f"fp32 {d}": Case(d, torch.float32, **PLAIN) for d in (256, 128)},
-    "fp32, tf32": Case(64, torch.float32, **PLAIN, tf32=True),
     "fp16": Case(dtype=torch.float16, **RAW),
     "plain 16": Case(16, **PLAIN),
     "raw": Case(**RAW),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import platform
+import re
 import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,14 +13,6 @@ import torch
 import transformers
 
 ROOT = Path(__file__).parents[2]
-
-
-def cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def commit() -> str:
@@ -37,7 +30,9 @@ def commit() -> str:
 def made() -> dict[str, str]:
     """The machine, the versions, the commit and the date of a measurement."""
     vectors, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
-    cpu = f"{cpu_name()}, {vectors}, {threads} thread(s)"
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"model name\s*: (.+)", info)
+    cpu = f"{name[1] if name else platform.processor()}, {vectors}, {threads} thread(s)"
     return {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "torch": torch.__version__,

@@ -32,7 +32,6 @@ from hf_qknorm.model.knees import knee_of
 from hf_qknorm.plots import INK, finish_axes, legend_above, new_figure, save_figure
 
 LENGTH, CALIBRATED, JUDGED = 512, 20, 6
-COLOURS = ("#12476b", "#2a7f9e", "#c8553d", "#d9a441", "#8d5a97")
 Row = dict[str, Any]
 
 
@@ -129,9 +128,9 @@ def draw_kept(rows: list[Row], path: Path) -> None:
     bounds = [row["bound"] for row in rows]
     figure = new_figure(7.5, 4.0)
     axes = figure.subplots()
-    for colour, text in zip(COLOURS, rows[0]["texts"], strict=False):
+    for text in rows[0]["texts"]:
         values = [max(row["texts"][text]["kl"], least) for row in rows]
-        axes.plot(bounds, values, color=colour, marker="o", markersize=5, label=f"KL, {text}")
+        axes.plot(bounds, values, marker="o", markersize=5, label=f"KL, {text}")
     rises = [max(row["texts"]["held-out"]["rise"], least) for row in rows]
     axes.plot(bounds, rises, color=INK, linestyle="--", marker="o", markersize=5, label="rise in loss, held-out")
     axes.set(xscale="log", yscale="log")

@@ -8,15 +8,14 @@ measured in it, without the import and the loading. "peak" is the largest reside
 
 Steps and tokens: the unpatched model and converted ones, with sharp norms, take turns in one process. A step is
 forward, backward and AdamW's update for one sequence. A token is one step of generation, over a cache that starts with
-as many keys. Times are medians (fastest to slowest), ratios medians within the turns (quartiles). "rise" is a step's
-peak above the resident size before it, in a process for each model. Run it on a quiet machine. Writes a page.
+as many keys. Times are medians (fastest to slowest), ratios medians within the turns (quartiles). Run it on a quiet
+machine. Writes a page.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import re
 import time
 from collections.abc import Callable
@@ -40,7 +39,7 @@ from hf_qknorm.model.attention import every_norm
 from hf_qknorm.small_model import mean_loss
 
 PLAIN, SCHEMES = "unpatched", ("qk_norm", "qk_norm_cap")
-SIZES = {"quick": ({16: 2, 48: 2}, 512), "full": ({512: 10, 4096: 4}, 16_384)}  # turns by length; tokens of a job
+SIZES = {"quick": ({16: 2}, 512), "full": ({512: 10, 4096: 4}, 16_384)}  # turns by length; tokens of a job
 JOBS = ("load", "pass", "`calibrate`", "`hf-qknorm inspect`", "`hf-qknorm convert`")
 MIB = 2**20
 
@@ -124,15 +123,6 @@ def times(checkpoint: str, length: int, turns: int) -> dict[str, Times]:
     return {"training step": by_turns(steps, turns), "token": tokens}
 
 
-def rise(checkpoint: str, name: str, length: int) -> int:
-    """The bytes by which a training step's peak is above the resident size before it, in this process."""
-    model = load(checkpoint, name).train()
-    training_step(model, random_tokens(model, 8))()
-    step = training_step(model, random_tokens(model, length))
-    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return _peak_of(step) - before
-
-
 def main(arguments: list[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", required=True)
@@ -143,13 +133,12 @@ def main(arguments: list[str] | None = None) -> str:
     (turns, tokens), model, lines = SIZES[options.size], options.model, []
     for length, count in turns.items():
         found, busy = beside_others(partial(times, model, length, count))
-        rises = {name: in_process(rise, model, name, length) for name in (PLAIN, *SCHEMES)}
         rows = [
-            [f"{what}, {name}", cell(own), ratio_cell(own, by_model[PLAIN]),
-             f"{rises[name] / MIB:,.0f}" if what == "training step" else ""]
-            for what, by_model in found.items() for name, own in by_model.items()
-        ]  # fmt: skip
-        lines += [f"## {length:,} tokens", "", f"{busy}.", "", *table(["", "ms", "÷ unpatched", "rise, MiB"], rows)]
+            [f"{what}, {name}", cell(own), ratio_cell(own, by_model[PLAIN])]
+            for what, by_model in found.items()
+            for name, own in by_model.items()
+        ]
+        lines += [f"## {length:,} tokens", "", f"{busy}.", "", *table(["", "ms", "÷ unpatched"], rows)]
     done = {name: job(name, model, options.text, tokens) for name in JOBS}
     base, one = done["load"][0], done["pass"][0]
     rows = [

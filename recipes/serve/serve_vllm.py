@@ -79,9 +79,6 @@ def prompts() -> list[list[int]]:
 def build(folder: Path, name: str) -> dict[str, Any]:
     """Save a tiny converted model, and return transformers' predictions, with and without the scheme."""
     model_type, settings, scheme = SERVED[name]
-    predicted = folder / "predicted.json"
-    if predicted.exists():
-        return json.loads(predicted.read_text())
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **(TINY | settings)), dtype=torch.float32)
     model.eval()
@@ -104,9 +101,7 @@ def build(folder: Path, name: str) -> dict[str, Any]:
         model.save_pretrained(folder)
         add_standalone(folder)
     logprobs, texts = predictions(model, prompts(), COUNT)
-    expected = {"logprobs": logprobs, "texts": texts, "without": _furthest(without, logprobs)}
-    predicted.write_text(json.dumps(expected))
-    return expected
+    return {"logprobs": logprobs, "texts": texts, "without": _furthest(without, logprobs)}
 
 
 def _furthest(one: list[list[float]], other: list[list[float]]) -> float:
@@ -115,7 +110,7 @@ def _furthest(one: list[list[float]], other: list[list[float]]) -> float:
 
 
 def serve(python: Path, folders: list[Path], *flags: str, package: Path | None, workers: int = 1) -> dict[str, Any]:
-    """What vLLM predicts for each checkpoint, or its refusal; and its versions. A crash is the first missing one's."""
+    """What vLLM predicts for each checkpoint, or its refusal; and its versions."""
     work = folders[0].parent
     given, out = work / "prompts.json", work / "served.json"
     given.write_text(json.dumps(prompts()))
@@ -125,17 +120,12 @@ def serve(python: Path, folders: list[Path], *flags: str, package: Path | None, 
     if workers > 1:
         own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))  # by default a NUMA node each
     options = ["--prompts", given, "--out", out, "--count", str(COUNT), "--workers", str(workers), *flags]
-    missing = folders
-    while missing:
-        with (work / "vllm.log").open("a") as log:
-            command = [python, Path(__file__).parent / "in_vllm.py", *missing, *options]
-            done = subprocess.run(command, env=os.environ | own, stdout=log, stderr=log)
-        found = json.loads(out.read_text())
-        missing = missing[sum(str(folder) in found for folder in missing) :]
-        if missing and done.returncode:
-            found[str(missing.pop(0))] = {"eager": {"error": f"vLLM ended with {done.returncode}"}}
-            out.write_text(json.dumps(found))
-    return found
+    with (work / "vllm.log").open("a") as log:
+        command = [python, Path(__file__).parent / "in_vllm.py", *folders, *options]
+        subprocess.run(command, env=os.environ | own, stdout=log, stderr=log)
+    found = json.loads(out.read_text()) if out.exists() else {"versions": {}}
+    crashed = {"eager": {"error": f"vLLM ended before it: {work / 'vllm.log'} says why"}}
+    return {str(folder): crashed for folder in folders} | found
 
 
 def judged(found: dict[str, Any], expected: dict[str, Any]) -> tuple[list[str], bool]:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import lora
 import muon_clip
@@ -112,8 +112,19 @@ def test_muon_has_the_hidden_matrices_alone():
     assert names == {name for name, p in model.named_parameters() if ".h." in name and p.dim() == 2}
     shared = [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
     assert shared == [(1e-3, 0.2), (1e-3, 0.2), (1e-3, 0.0)]
-    with pytest.raises(ValueError, match="needs whole matrices"):
-        muon_clip.make_optimizer(model, SimpleNamespace(deepspeed="zero2.json", fsdp=None))
+
+
+def test_muon_refuses_trainers_that_divide_matrices(text, checkpoint, tmp_path, monkeypatch):
+    make = common.make_trainer
+
+    def sharded(*given: Any, **options: Any) -> Any:
+        trainer = make(*given, **options)
+        trainer.is_deepspeed_enabled = True
+        return trainer
+
+    monkeypatch.setattr(common, "make_trainer", sharded)
+    with pytest.raises(ValueError, match="divide matrices, which Muon needs whole"):
+        muon_clip.main(["--checkpoint", checkpoint, "--text", text, *SMALL, "--output_dir", str(tmp_path)])
 
 
 @pytest.mark.slow

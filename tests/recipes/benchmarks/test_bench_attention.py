@@ -14,7 +14,6 @@ import torch
 
 pytest.importorskip("triton", reason="needs Triton, which interprets the kernels")
 
-import attention_cases as cases
 import bench_attention as bench
 
 from hf_qknorm.ops import library
@@ -22,7 +21,6 @@ from qknorm_tests import interpreter
 
 interpreter.install()
 RECIPE = Path(bench.__file__)
-SMALL = cases.Case(2, 1, 16, 40)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where no GPU is")
 
 
@@ -31,8 +29,8 @@ def measured(monkeypatch, tmp_path):
     """Run the benchmark in this process on one small case; return the exit status, the rows and the page."""
 
     def run(*implementations):
-        monkeypatch.setattr(bench, "TINY", [(SMALL, implementations)])
-        monkeypatch.setattr(bench, "PASSES", ("forward",))
+        monkeypatch.setattr(bench, "COMPARED", implementations)
+        monkeypatch.setattr(bench, "PASSES", {"forward": 1.0})
         status = bench.main(["--cpu", "--out", str(tmp_path / "found")])
         return status, rows(tmp_path / "found.csv"), (tmp_path / "found.md").read_text()
 
@@ -55,33 +53,32 @@ def test_the_small_mode_runs_completely(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     found = rows(tmp_path / "found.csv")
-    for case, implementations in cases.TINY:
-        for named in implementations:
-            mine = [row for row in found if row["case"] == str(case) and row["what"] == named.name]
-            assert mine, (case, named)
-            for row in mine:
-                assert row["made"]
-                assert bool(row["note"]) != bool(row["ms"]), row
-                assert not (named.ours and row["note"])
+    for named in bench.COMPARED:
+        mine = [row for row in found if row["what"] == named.name]
+        assert [row["pass"] for row in mine] in ([*bench.PASSES], [""])
+        for row in mine:
+            assert row["made"]
+            assert bool(row["note"]) != bool(row["ms"]), row
+            assert not (named.ours and row["note"])
     assert (tmp_path / "found.md").read_text().count("\n| ") == len(found) + 1
 
 
 def test_a_failed_check_of_ours_is_no_row_and_an_exit_status(measured, monkeypatch):
     right = library.fused_attention
     monkeypatch.setattr(library, "fused_attention", lambda *tensors, **options: 1.1 * right(*tensors, **options))
-    status, found, page = measured(cases.FLASH, cases.OURS)
+    status, found, page = measured(bench.FLASH, bench.OURS)
     assert status == 1
     assert found == []
-    assert f"- failed: {SMALL}, {cases.OURS.name}: over the error budget" in page
+    assert f"- failed: {bench.TINY[0]}, {bench.OURS.name}: over the error budget" in page
 
 
 def test_a_failure_of_another_library_is_a_row(measured):
-    def fail(case, x):
+    def fail(x):
         raise RuntimeError("no kernel\nand more")
 
-    status, found, _ = measured(cases.FLASH, replace(cases.FLASH, name="other", attend=fail))
+    status, found, _ = measured(bench.FLASH, replace(bench.FLASH, name="other", attend=fail))
     assert status == 0
-    assert {row["what"]: row["note"] for row in found} == {cases.FLASH.name: "", "other": "RuntimeError: no kernel"}
-    status, _, page = measured(cases.FLASH, replace(cases.FLASH, name="ours, failing", attend=fail))
+    assert {row["what"]: row["note"] for row in found} == {bench.FLASH.name: "", "other": "RuntimeError: no kernel"}
+    status, _, page = measured(bench.FLASH, replace(bench.FLASH, name="ours, failing", attend=fail))
     assert status == 1
     assert "ours, failing: RuntimeError: no kernel" in page

@@ -51,8 +51,6 @@ def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_dry_run_reads_every_command_line(tmp_path):
-    assert device.main(["--dry-run", "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "device.md").read_text()
-    for each in device.plan(tmp_path):
-        assert f"\n| {each.name} | {'skipped' if each.name.startswith('Gluon') else 'passed'} | " in page
+def test_a_dry_run_reads_command_lines(tmp_path):
+    assert device.main(["--dry-run", "--out", str(tmp_path), "--only", "attention", "training step"]) == 0
+    assert (tmp_path / "device.md").read_text().count(" | passed | ") == 2
