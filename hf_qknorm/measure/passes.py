@@ -34,14 +34,19 @@ class PassFilter:
         Returns the calls that undo this. Pickles and copies of the model hold them.
         """
         undo: list[Callable[[], Any]] = [partial(setattr, self, "watching", False)]  # others may still call these
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel):
-                undo.append(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
-                undo.append(module.register_forward_hook(self.leave, always_call=True).remove)
-        for name, observer in observers.items():
-            layer: Any = model.get_submodule(name)
-            layer.observers += (observer,)
-            undo += [partial(_remove_observer, layer, observer), watch(layer)]
+        try:
+            for module in model.modules():
+                if isinstance(module, PreTrainedModel):
+                    undo.append(module.register_forward_pre_hook(self.enter, with_kwargs=True).remove)
+                    undo.append(module.register_forward_hook(self.leave, always_call=True).remove)
+            for name, observer in observers.items():
+                layer: Any = model.get_submodule(name)
+                layer.observers += (observer,)
+                undo += [partial(_remove_observer, layer, observer), watch(layer)]
+        except BaseException:  # Ctrl-C too
+            for each in undo:
+                each()
+            raise
         return undo
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.families import known_families
-from hf_qknorm.measure.bounds import _products, largest_gains, logit_bound, rotary_scale, worst_bound
+from hf_qknorm.measure.bounds import largest_gains, logit_bound, rotary_scale, worst_bound
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
@@ -107,10 +107,12 @@ def test_some_vector_reaches_the_bound(norm, p, direction, gain):
 
 
 def test_each_key_head_meets_its_group_of_query_heads():
-    q, k = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([10.0, 1.0])
-    assert _products(q, k).tolist() == [10, 20, 3, 4]
-    assert _products(q[3:], k).tolist() == [40, 4]
-    assert _products(q, k[:1]).tolist() == [10, 20, 30, 40]
+    model = patch_model(sharp_model("llama", num_hidden_layers=1), Scheme(q="rms", k="rms", gain="per_head"))
+    layer = model.model.layers[0].self_attn
+    plain = worst_bound(model)
+    for norm, gains in ((layer.q_norm, (1.0, 2.0, 3.0, 4.0)), (layer.k_norm, (10.0, 1.0))):
+        norm.weight.data[:] = torch.tensor(gains)[:, None]
+    assert worst_bound(model) == pytest.approx(20 * plain)
 
 
 def test_the_largest_gains_have_no_sign():
