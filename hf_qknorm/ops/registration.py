@@ -104,7 +104,8 @@ def differentiable(
     the arguments, and returns the gradients of the fields `gradients`. torch.library could register it too, but takes
     0.2 ms more a call of 30 arguments.
     """
-    tensors = [place for place, kind in enumerate(fields.values()) if kind.startswith("Tensor")]
+    is_tensor = [kind.startswith("Tensor") for kind in fields.values()]
+    tensors = [place for place, found in enumerate(is_tensor) if found]
     places = [[*fields].index(field) for field in gradients]
 
     class Differentiable(torch.autograd.Function):
@@ -112,7 +113,7 @@ def differentiable(
         def forward(ctx: Any, *arguments: Any) -> Any:
             results = forward(*arguments)
             ctx.save_for_backward(*[arguments[place] for place in tensors], *(results[:kept] if kept else ()))
-            ctx.others = [None if place in tensors else x for place, x in enumerate(arguments)]
+            ctx.others = [None if tensor else x for tensor, x in zip(is_tensor, arguments, strict=True)]
             return results[0] if kept else results
 
         @staticmethod

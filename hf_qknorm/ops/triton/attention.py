@@ -36,6 +36,7 @@ from hf_qknorm.ops.triton.launch import (
     dropout_numbers,
     forward_variants,
     launch,
+    loop_constants,
     padded,
     pointers,
     precision,
@@ -123,27 +124,17 @@ class _Call(NamedTuple):
     def loops(self, tile: Tile, variants: list[LoopVariant], **own: Any) -> dict[str, Any]:
         """The constants of a kernel with the loops of one or two variants, some of its own, and the score's numbers."""
         (q, _, _, _, unit, cap, scaled), visible, options = self
-        numbers = unit, cap, variants[0].limit, *dropout_numbers(options.dropout)
-        found: dict[str, Any] = {"score": ScoreArguments(*numbers)}
-        for name, (tanh, online, when, _) in zip(("C", "BEYOND"), variants, strict=False):
-            found[name] = constants(
-                tile.queries,
-                tile.keys,
-                padded(q.shape[-1]),
-                q.shape[-1],
-                POINTERS=by_pointers(q.device),
-                CAUSAL=options.causal,
-                WINDOW=options.window is not None,
-                RANGES=visible.ranges is not None,
-                SCALED=scaled,
-                DROPOUT=options.dropout > 0,
-                PRECISION=precision(q.dtype),
-                TANH=tanh,
-                ONLINE=online,
-                WHEN=when,
-                **own,
-            )
-        return found
+        fields = {
+            "POINTERS": by_pointers(q.device),
+            "CAUSAL": options.causal,
+            "WINDOW": options.window is not None,
+            "RANGES": visible.ranges is not None,
+            "SCALED": scaled,
+            "DROPOUT": options.dropout > 0,
+            "PRECISION": precision(q.dtype),
+        }
+        score = ScoreArguments(unit, cap, variants[0].limit, *dropout_numbers(options.dropout))
+        return {"score": score, **loop_constants(tile, q.shape[-1], *variants, **fields, **own)}
 
 
 class Gradients(NamedTuple):
