@@ -13,7 +13,6 @@ ORDERS = (
     "peft.utils.constants, transformers.masking_utils, hf_qknorm",
     "hf_qknorm, transformers, peft",
     "hf_qknorm.attend.masks, peft",
-    "hf_qknorm.patch, transformers.modeling_utils",
 )
 SCRIPT = """
 import sys, {imports}

@@ -11,11 +11,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import (
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.families import FAMILIES, known_families

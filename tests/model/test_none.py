@@ -12,12 +12,12 @@ from hf_qknorm import (
     SCHEMES,
     LogitMonitor,
     QKClip,
-    add_standalone,
     calibrate,
     patch_model,
     unpatch_model,
 )
 from hf_qknorm.model.derived import QKNormModel, derived_config
+from hf_qknorm.standalone.generate import add_standalone
 from qknorm_tests.folders import contents
 from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
 from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model

@@ -12,13 +12,9 @@ from hf_qknorm import patch_model
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops.cpu import build
 from qknorm_tests.covering import covering
-from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import sharp_model
 
-BACKENDS = (
-    *("eager", "sdpa", "hf_qknorm", "hf_qknorm_cpu", "hf_qknorm_tiled", "hf_qknorm_eager"),
-    "hf_qknorm_triton",
-)
+BACKENDS = ("eager", "sdpa", "hf_qknorm", "hf_qknorm_cpu", "hf_qknorm_tiled", "hf_qknorm_eager")
 LENGTHS, CACHES = (1, 3), ("none", "empty", "filled")
 BATCH, FILLED = 2, 5
 FITTING = {
@@ -30,11 +26,6 @@ WRONG = {
     "two positions more": lambda length: {"position_ids": torch.arange(length + 2)[None]},
     "a mask of more keys": lambda length: {"attention_mask": torch.ones(BATCH, 1, length, 50, dtype=torch.bool)},
 }
-
-
-def interpreted_slow(*axes: Any) -> list[Any]:
-    rows = covering(*axes)
-    return slow_but([row for row in rows if row[0] != "hf_qknorm_triton"], rows)
 
 
 def model(backend: str | None, model_type: str = "llama") -> PreTrainedModel:
@@ -64,7 +55,7 @@ def patched(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    ("patched", "wrong", "length", "cache"), interpreted_slow(BACKENDS, WRONG, LENGTHS, CACHES), indirect=["patched"]
+    ("patched", "wrong", "length", "cache"), covering(BACKENDS, WRONG, LENGTHS, CACHES), indirect=["patched"]
 )
 def test_wrong_shapes_are_refused_where_transformers_refuses_them(wrong, length, cache, patched, plain):
     inputs = WRONG[wrong](length)
@@ -73,9 +64,7 @@ def test_wrong_shapes_are_refused_where_transformers_refuses_them(wrong, length,
             run(made, length, cache, **inputs)
 
 
-@pytest.mark.parametrize(
-    ("patched", "length", "cache"), interpreted_slow(BACKENDS, LENGTHS, CACHES), indirect=["patched"]
-)
+@pytest.mark.parametrize(("patched", "length", "cache"), covering(BACKENDS, LENGTHS, CACHES), indirect=["patched"])
 def test_positions_that_fit_are_taken(length, cache, patched):
     expected = run(model("eager"), length, cache, **FITTING["every row"](length))
     for make in FITTING.values():

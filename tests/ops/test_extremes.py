@@ -44,7 +44,7 @@ IMPLEMENTATIONS = {
         cpu.head_statistics,
         torch.float32,
         {"rtol": 1e-4, "atol": 1e-5},
-    ),  # fmt: skip
+    ),
 }
 
 

@@ -130,14 +130,15 @@ def test_zero_rows_stay_zero_and_get_zero_gradients(
     assert (y[zero] == 0).all()
     assert (y[~zero] != 0).all()
     assert torch.isfinite(x.grad).all()
-    if knee is None and dtype == torch.float32:
-        assert (x.grad[zero] == 0).all()
-        assert (x.grad[~zero] != 0).any(-1).all()
+    assert (x.grad[zero] == 0).all()
+    assert dtype == torch.float16 or (x.grad[~zero] != 0).any(-1).all()
 
 
-MAGNITUDES = [(torch.float16, 6e4), *((dtype, size) for dtype in DTYPES[::2] for size in (1e18, 1e30))]
+MAGNITUDES = [(torch.float16, 6e4), (torch.bfloat16, 1e18), (torch.float32, 1e18)]
+LARGER = [(torch.bfloat16, 1e30), (torch.float32, 1e30)]
 HUGE = [
-    (*norm, *magnitude) for norm, magnitude in covering((*NORMS, ("lp", 8.0), ("lp", 64.0)), MAGNITUDES, strength=1)
+    *((*norm, *magnitude) for norm in NORMS for magnitude in MAGNITUDES),
+    *((*norm, *magnitude) for norm, magnitude in covering((*NORMS, ("lp", 8.0), ("lp", 64.0)), LARGER, strength=1)),
 ]
 
 

@@ -1,4 +1,4 @@
-"""Problems for the C++ kernels: their results and dropout, plain results in linear memory; a new process."""
+"""Problems for the C++ kernels: their results and dropout, plain results in linear memory."""
 
 from __future__ import annotations
 
@@ -6,17 +6,11 @@ import torch
 from torch import Tensor
 
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.cpu import attention, build
+from hf_qknorm.ops.cpu import attention
 from hf_qknorm.ops.types import Call, Heads
 from qknorm_tests.tiled_cases import Case, Inputs, named
 
 WORD = (1 << 32) - 1
-
-
-def forget_the_build() -> None:
-    """Forget what this process knows of compiler and library."""
-    for function in (build._why_impossible, build.name, build._library, build._loading):
-        function.cache_clear()
 
 
 def cpu_results(case: Case, inputs: Inputs) -> dict[str, Tensor]:

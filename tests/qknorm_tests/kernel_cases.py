@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import NamedTuple
 
 import pytest
@@ -100,12 +99,6 @@ def raw_problem(raw: Raw, case: Case, scale: float | None = None) -> Problem:
     heads = heads._replace(q=call.q, k=call.k, q_norm=call.q_norm, k_norm=call.k_norm, rotary=call.rotary)
     options = options._replace(scale=scale or options.scale)
     return Problem(heads._replace(v=lay_out(heads.v, raw.layout)), visible, options, grad)
-
-
-def log_sum_exp(normaliser: Tensor) -> Tensor:
-    """The log-sum-exp in nats `[B, H, T]` for peak and total `[B, H, T, 2]`; −∞ for a query without keys."""
-    peak, total = normaliser.double().unbind(-1)
-    return (peak + total.log2()) * math.log(2)
 
 
 SHRUNK = {
