@@ -77,15 +77,9 @@ def job(name: str, checkpoint: str, text: str, tokens: int) -> tuple[float, int]
             ),
         }[name]
         start = time.perf_counter()
-        peak = in_process(_peak_of, run)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            peak = pool.submit(_peak_of, run).result()
         return time.perf_counter() - start, peak
-
-
-def in_process(run: Callable[..., Any], *arguments: Any) -> Any:
-    """The result of a function of this module in a new process, with as many threads."""
-    threads = (torch.get_num_threads(),)
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), torch.set_num_threads, threads) as pool:
-        return pool.submit(run, *arguments).result()
 
 
 def _peak_of(run: Callable[[], object]) -> int:
