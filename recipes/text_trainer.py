@@ -52,9 +52,7 @@ class Arguments(TrainingArguments):
 class TextOptions:
     """The options about the text and the monitor."""
 
-    text: str | None = field(
-        default=None, metadata={"help": "a file or a folder; default: Python's library"}
-    )
+    text: str | None = field(default=None, metadata={"help": "a file or a folder; default: Python's library"})
     length: int = field(default=256, metadata={"help": "tokens per sequence"})
     every: int = field(default=10, metadata={"help": "steps between samples of the attention logits"})
 

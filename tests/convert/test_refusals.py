@@ -206,7 +206,7 @@ def test_other_refusals(llama, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "model_class", "message"),
     [
-        ("bart", BartForConditionalGeneration, "bart has bidirectional attention and predicts no next token"),
+        ("bart", BartForConditionalGeneration, "bart is an encoder-decoder, and models with one stack"),
         ("bert", BertForMaskedLM, "BertForMaskedLM has bidirectional attention and predicts masked tokens: give batch"),
     ],
 )
