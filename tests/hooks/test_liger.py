@@ -32,7 +32,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 1e-4  # relative, fp32: Liger's kernels sum in another order
 # With transformers 5.23, Liger 0.8.5 imports a name for it that it does not define.
 BROKEN = {"qwen3_5_moe_text"} if not hasattr(output_classes, "LigerQwen3_5MoeCausalLMOutputWithPast") else set()
-KNOWN = [model_type for model_type in known_families() if model_type in TABLE]
+KNOWN = [name for name in known_families() if name in TABLE and "AutoModelForCausalLM" in classes_of(name)]
 # With transformers 5.23, Liger 0.8.5 computes another training loss of it, patched or not.
 OTHER_LOSS = "mllama_text_model"
 TYPES = [model_type for model_type in KNOWN if model_type not in {*BROKEN, OTHER_LOSS}]
