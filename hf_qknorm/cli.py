@@ -71,7 +71,7 @@ def demo(
     checkpoint: Annotated[str | None, Option(metavar="CKPT", help="Start from this instead of a small Llama.")] = None,
     scheme: SchemeOption = "qk_norm_cap",
     base_steps: Annotated[int, Option(min=1, metavar="N", help="Steps of training for the small Llama.")] = 120,
-    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of continued training: 200.")] = None,
+    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of continued training: 120.")] = None,
     rate: Annotated[float, Option(min=1e-12, metavar="N", help="The usual rate; ten times it runs too.")] = 1e-3,
     out: Out = "./qknorm-demo",
     seed: Annotated[int, Option(min=0, max=2**32 - 1, metavar="N", help="The seed of weights and batches.")] = 0,

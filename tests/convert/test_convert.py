@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections import ChainMap
-from pathlib import Path
 
 import pytest
 import torch
@@ -182,17 +181,6 @@ def test_hub_names(llama, tmp_path, monkeypatch):
     convert_checkpoint("owner/name", tmp_path / "out")
     assert "*.bin" not in asked["owner/name"]["allow_patterns"]
     assert "*.safetensors" in asked["owner/name"]["allow_patterns"]
-
-
-def test_a_snapshot_of_the_hubs_cache_links_to_its_blobs(tmp_path):
-    cache = tmp_path / "models--owner--name"
-    source = save_with_tokenizer(tiny_model("llama", vocab_size=300), cache / "snapshots" / "abc")
-    (cache / "blobs").mkdir()
-    for path in [*source.iterdir()]:
-        path.rename(cache / "blobs" / path.name)
-        path.symlink_to(Path("../../blobs") / path.name)
-    convert_checkpoint(source, tmp_path / "out")
-    assert not [path for path in (tmp_path / "out").iterdir() if path.is_symlink()]
 
 
 def test_a_card_names_the_model_that_was_converted(llama, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import Calibration, cli, convert_checkpoint, export_native, patch_model
+from hf_qknorm import Calibration, cli, convert_checkpoint, patch_model
 from hf_qknorm.convert.remeasure import remeasure, remeasure_checkpoint
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
 from hf_qknorm.ops.norms import NORMS, NormKind
@@ -57,15 +57,6 @@ def test_files_of_another_conversion_are_not_taken_over(source, tmp_path):
     assert (tmp_path / "out" / CARD).read_text() != (source / CARD).read_text()
 
 
-@pytest.mark.parametrize("front", ["license: [mit", "base_model: ../private/model", "language: {a: b}"])
-def test_a_card_that_can_not_be_read_is_kept_with_a_warning(source, tmp_path, front, caplog):
-    (source / CARD).write_text(f"---\n{front}\n---\n# Theirs\n")
-    convert_checkpoint(source, tmp_path / "out", "qk_norm")
-    assert f"of {CARD} is left out of the card" in caplog.text
-    assert front not in (tmp_path / "out" / CARD).read_text()
-    assert front in (tmp_path / "out" / KEPT_CARD).read_text()
-
-
 def test_code_that_can_not_be_made_is_refused_with_the_way_out(source, tmp_path, monkeypatch):
     monkeypatch.setitem(NORMS, "own", NormKind("a norm of one's own"))
     scheme = {"q": "own", "k": "own"}
@@ -77,15 +68,6 @@ def test_code_that_can_not_be_made_is_refused_with_the_way_out(source, tmp_path,
     monkeypatch.setattr("hf_qknorm.standalone.generate.standalone_code", lambda model_type: {}[model_type])
     with pytest.raises(ValueError, match="no stand-alone code can be made for llama .*KeyError: 'llama'"):
         convert_checkpoint(source, tmp_path / "other", "qk_norm")
-
-
-def test_an_export_takes_over_neither_card_nor_plots_nor_report(source, tmp_path):
-    (source / CARD).write_text("# Theirs")
-    convert_checkpoint(source, tmp_path / "out", "qk_norm", data=[TEXT], method="moments", knee=0)
-    export_native(tmp_path / "out", tmp_path / "exported")
-    names = {path.name for path in (tmp_path / "exported").iterdir()}
-    assert not {CARD, KEPT_CARD, CODE_FILE, REPORT, PLOT} & names
-    assert "tokenizer.json" in names
 
 
 @pytest.mark.parametrize(("options", "without"), [([], True), (["--no-standalone"], False)])

@@ -94,7 +94,7 @@ def test_pickled_weights_are_not_read(source, tmp_path):
     assert not (tmp_path / "sign").exists()
 
 
-@pytest.mark.parametrize("name", ["LICENSE", "README.md", "tokenizer_config.json", "additional_chat_templates"])
+@pytest.mark.parametrize("name", ["README.md", "tokenizer_config.json", "additional_chat_templates"])
 def test_links_out_of_the_folder_are_not_copied(source, tmp_path, name):
     private = tmp_path / "private"
     private.mkdir()
