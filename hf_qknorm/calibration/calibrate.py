@@ -26,7 +26,6 @@ from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import set_record
-from hf_qknorm.model.weights import check_not_copied
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.reports.report import Calibration
 
@@ -105,7 +104,6 @@ def calibrate(
     True
     """
     require_whole(model)
-    check_not_copied(model, "calibrate")
     bare = unwrap_peft(model)
     method, knee = resolve_method(scheme_of(bare), method, knee, max_loss_increase, exportable)
     sharpness = resolve_sharpness(sharpness, knee, exportable)

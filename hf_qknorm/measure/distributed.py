@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from hf_qknorm.model.weights import COPIED
+
 
 def world_size() -> int:
     """The number of processes; 1 without torch.distributed."""
@@ -29,7 +31,7 @@ def require_whole(model: nn.Module) -> None:
 
     kinds = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
     found = next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), None)
-    if any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters()):  # of ZeRO-3 and ZeRO-2
+    if any(hasattr(p, attribute) for p in model.parameters() for attribute in COPIED):
         found = "DeepSpeed"
     elif any(isinstance(p, DTensor) for p in model.parameters()):
         found = "FSDP2 or tensor parallelism"

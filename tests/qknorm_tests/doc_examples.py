@@ -17,13 +17,13 @@ from qknorm_tests.tiny import tiny_model
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "LICENSE").read_text(encoding="utf-8")
-CHECKPOINTS = ("llama", "gpt2")
+CHECKPOINTS = {"llama": "llama", "gpt2": "gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct": "llama"}  # name: type
 
 
 def make_folder(folder: Path) -> None:
-    """Fill `folder` with the checkpoints `llama` and `gpt2`, each with a tokenizer, and the text `corpus.txt`."""
-    for model_type in CHECKPOINTS:
-        save_with_tokenizer(tiny_model(model_type, vocab_size=257, initializer_range=0.2), folder / model_type)
+    """Fill `folder` with tiny checkpoints of the names that pages give, with tokenizers, and the text `corpus.txt`."""
+    for name, model_type in CHECKPOINTS.items():
+        save_with_tokenizer(tiny_model(model_type, vocab_size=257, initializer_range=0.2), folder / name)
     (folder / "corpus.txt").write_text(TEXT, encoding="utf-8")
 
 
