@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from liger_kernel.transformers import monkey_patch
 from torch import nn
+from transformers.activations import ACT2FN
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.autotuner import Autotuner
 from triton.runtime.interpreter import TensorHandle
@@ -66,16 +67,18 @@ def _tanh(x):
 
 @contextmanager
 def without_traces() -> Iterator[None]:
-    """Restore the names of modelling files, the forwards of their classes, and PyTorch's own after the block."""
+    """Restore modelling files and their classes, transformers' activations, and PyTorch's own after the block."""
     files = [module for name, module in sys.modules.items() if name.startswith("transformers.models.")]
     files = [module for module in files if ".modeling_" in module.__name__]
     owners: list[Any] = [*files, nn, nn.functional]
     for file in files:
         owners += [x for x in vars(file).values() if isinstance(x, type) and x.__module__ == file.__name__]
     before = [(owner, dict(vars(owner))) for owner in owners]
+    activations = {name: dict.__getitem__(ACT2FN, name) for name in ACT2FN}  # its own `[]` makes a module
     try:
         yield
     finally:
+        ACT2FN.update(activations)
         for owner, own in before:
             for name, value in own.items():
                 if vars(owner).get(name) is not value:
