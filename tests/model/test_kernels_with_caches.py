@@ -48,7 +48,7 @@ PIECES = [
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("model_type", "kind", "make"), PIECES, ids=str)
+@pytest.mark.parametrize(("model_type", "kind", "make"), PIECES, ids=[kind for _, kind, _ in PIECES])
 @torch.no_grad()
 def test_a_full_pass_in_pieces(model_type: str, kind: str, make: Any) -> None:
     """The first piece fills the cache, beside the fused kernels; the others read it. A reset cache serves again."""
