@@ -237,7 +237,7 @@ def test_a_malformed_token_is_reported_before_any_request(tmp_path, capsys, monk
     monkeypatch.setenv("HF_TOKEN", "hf_secret\u200b")
     status, error = refused([command, "me/tiny", *(["out"] if command == "convert" else [])], capsys)
     assert status == 1
-    assert "the environment's HF_TOKEN) holds the character U+200B" in error
+    assert "HF_TOKEN, or saved by `hf auth login`) holds a character that no token has" in error
     assert "secret" not in error
 
 

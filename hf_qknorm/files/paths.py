@@ -79,7 +79,9 @@ def check_folder(
     if not any(path.iterdir()):
         return
     if not overwrite:
-        raise FileExistsError(f"{path} exists and is not empty: give another one, or overwrite=True (--overwrite)")
+        raise FileExistsError(
+            f"{path} exists and is not empty: give another destination, or overwrite=True (--overwrite)"
+        )
     if not (path / marker).is_file():
         raise FileExistsError(f"{path} holds no {marker}, so it may not be overwritten: move it away")
     if found := others(path):
