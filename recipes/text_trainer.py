@@ -129,10 +129,7 @@ def convert(model: Any, options: BaseOptions, text: Text, arguments: Arguments) 
 
 
 def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, every: int, **options: Any) -> Trainer:
-    """Return a Trainer on the text that logs attention logits every few steps to `logits.jsonl` beside the model.
-
-    A run that is not resumed replaces the log of an earlier one.
-    """
+    """Return a Trainer on the text that logs attention logits every few steps to `logits.jsonl` beside the model."""
     trainer = Trainer(
         model,
         arguments,
@@ -141,10 +138,7 @@ def make_trainer(model: Any, text: Text, tokenizer: Any, arguments: Arguments, e
         processing_class=tokenizer,
         **options,
     )
-    path = Path(arguments.output_dir) / "logits.jsonl"
-    if arguments.process_index == 0 and arguments.resume_from_checkpoint is None:
-        path.unlink(missing_ok=True)
-    LogitMonitor(every=every, path=path).attach(trainer)
+    LogitMonitor(every=every, path=Path(arguments.output_dir) / "logits.jsonl").attach(trainer)
     return trainer
 
 

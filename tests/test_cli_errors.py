@@ -77,7 +77,7 @@ ERRORS = [
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),
     (["demo", "--data", "FILE"], "need more than 257 tokens for sequences of 256, got"),
     (["demo", "--data", "LOOP"], "no such file or folder: LOOP"),
-    (["demo", "--data", "no such name"], "the text's source is 'no such name', expected a file, a folder, or"),
+    (["demo", "--data", "no such name"], "no such file or folder: no such name"),
     (["demo", "--out", "FILE"], "FILE is a file or a link: give the name of a new folder"),
     (["demo", "--out", "FILE/x"], "FILE is a file: give a folder"),
     (["demo", "--out", LONG], "File name too long"),

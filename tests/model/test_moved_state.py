@@ -120,9 +120,11 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("way", "target"), covering(WAYS, [fresh, other], strength=1), ids=lambda x: getattr(x, "__name__", x)
-)
+def case_id(value: Any) -> str:
+    return getattr(value, "__name__", value)
+
+
+@pytest.mark.parametrize(("way", "target"), covering(WAYS, [fresh, other], strength=1), ids=case_id)
 def test_a_state_dict_brings_the_knees(way: str, target: Callable[[], Any], tmp_path: Path) -> None:
     assert_moved(WAYS[way](source(), target(), tmp_path), source())
 

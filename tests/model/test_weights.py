@@ -87,7 +87,7 @@ def test_weights_that_deepspeed_copies_are_refused(tool, attribute):
 def test_a_calibration_under_deepspeed_is_refused():
     model = kneed()
     model.lm_head.weight.ds_id = 0
-    with pytest.raises(ValueError, match=r"calibrate changes weights in place, .* \(lm_head\.weight\)"):
+    with pytest.raises(ValueError, match="wrapped or sharded by DeepSpeed"):
         calibrate(model, [make_batch("none", labels=False)])
 
 

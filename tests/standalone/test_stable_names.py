@@ -35,6 +35,7 @@ def test_names_in_a_pickled_model():
         "hf_qknorm.model.derived.QKNormGPT2LMHeadModel",
         "hf_qknorm.model.derived.QKNormGPT2Model",
         "hf_qknorm.model.fold.FoldedNorm",
+        "hf_qknorm.model.in_memory.InMemoryName",
         "hf_qknorm.model.norms.HeadNorm",
         "hf_qknorm.scheme.Scheme",
     }
@@ -49,6 +50,7 @@ def test_names_in_a_pickled_model():
         ("hf_qknorm.model.attention", "QKNormLlamaAttention"),
         ("hf_qknorm.model.norms", "HeadNorm"),
         ("hf_qknorm.model.fold", "FoldedNorm"),
+        ("hf_qknorm.model.in_memory", "InMemoryName"),
         ("hf_qknorm.scheme", "Scheme"),
     ],
 )
