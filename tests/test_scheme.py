@@ -90,7 +90,7 @@ def test_every_field_is_written(name: str) -> None:
 
 NUMBER = "a finite number > 0, or None"
 REFUSED = [
-    *(({field: "batch"}, f"{field}='batch'", '"rms", "layer", "l2", "lp", "auto" or None') for field in "qkv"),
+    *(({field: "batch"}, f"{field}='batch'", '"rms", "layer", "l2", "lp"') for field in "qkv"),
     ({"q": "RMS"}, "q='RMS'", '"rms"'),
     ({"q": True}, "q=True", '"rms"'),
     ({"q": "rms", "gain": "per-head"}, "gain='per-head'", '"shared", "per_head", "scalar", "none"'),

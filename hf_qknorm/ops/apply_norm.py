@@ -20,7 +20,7 @@ def apply_norm(x: Tensor, norm: Norm) -> Tensor:
     shape, kind = _shape(knee), NORMS.get(name)
     knee = None if shape == PLAIN else knee
     plain = shape is not None and not shape.power and shape.sharpness == 1
-    if torch.is_grad_enabled() or not plain or kind is None or kind.summed:
+    if torch.is_grad_enabled() or not plain or kind is None or kind.summed or kind.any_order:
         return head_norm(x, name, gain, bias, eps, p, knee)
     assert shape is not None
     columns, eps = x.shape[-1:], eps * float(2.0**shape.epsilon)

@@ -1,14 +1,17 @@
-"""The default conversion keeps its promise on a real model, which `recipes/real_model.py` fetches."""
+"""The front page's lines on a real model, which `recipes/real_model.py` fetches: the default keeps its predictions."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
 import real_model
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from test_snippets import README, numbers, words
+from transformers import AutoTokenizer
 
 import hf_qknorm as qk
 from hf_qknorm.measure.bounds import worst_bound
@@ -16,26 +19,25 @@ from hf_qknorm.measure.predictions import loss_of, predictions
 from hf_qknorm.measure.text import load_text
 
 FOLDER = real_model.FOLDER
-PAGES = Path(qk.__file__).parent  # prose to calibrate on
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not FOLDER.exists(), reason="needs the real model: python recipes/real_model.py")
 @torch.no_grad()
-def test_the_default_keeps_a_real_model_and_comes_off():
-    model: Any = AutoModelForCausalLM.from_pretrained(FOLDER).eval()
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    prose = "\n".join(path.read_text(encoding="utf-8") for path in sorted(PAGES.rglob("*.md")))
-    code = tokenizer(load_text(None, limit=8000), return_tensors="pt")["input_ids"][:, :1024]
-    judging = [{"input_ids": code.view(4, 256)}]
-    qk.patch_model(model, "qk_norm")
-    report = qk.calibrate(model, [prose], max_tokens=16_384)
-    assert report.base is not None
-    assert report.chosen.loss - report.base.loss < 0.003
-    assert report.chosen.kl < 0.004
-    bound = worst_bound(model)
-    assert bound is not None
-    assert bound < 200  # 743 with a knee of 16 and a sharpness of 1
-    base, own = predictions(model, judging)
+def test_the_front_page_is_true_of_a_real_model(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("HuggingFaceTB").mkdir()
+    Path("HuggingFaceTB", real_model.NAME).symlink_to(FOLDER)
+    Path("corpus.txt").symlink_to(shared / "data" / "wikitext2-valid.txt")
+    names: dict[str, Any] = {}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(compile(README.code, "README.md", "exec"), names)
+    assert words(out.getvalue()) == words(README.output)
+    assert numbers(out.getvalue()) == pytest.approx(numbers(README.output), rel=0.02, abs=2e-4)
+
+    code = AutoTokenizer.from_pretrained(FOLDER)(load_text(None, limit=8000), return_tensors="pt")["input_ids"]
+    judging = [{"input_ids": code[:, :1024].view(4, 256)}]
+    base, own = predictions(names["model"], judging)
     assert own.kl < 0.005
-    assert abs(loss_of(qk.remove_norms(model, judging), judging) - base.loss) < 0.002
+    assert worst_bound(names["model"]) < 200  # 743 with a knee of 16 and a sharpness of 1
+    assert abs(loss_of(qk.remove_norms(names["model"], judging), judging) - base.loss) < 0.002
