@@ -3,7 +3,7 @@
     python recipes/continue.py --checkpoint ../shared/checkpoints/llama-shakespeare --max_steps 300 \\
         --known ../shared/data/tinyshakespeare.txt --text ../shared/data/wikitext2-valid.txt
 
-Does a converted model train on where the unpatched one goes astray, and where does it end? Each arm trains from the
+Does a converted model train at rates where the unpatched one fails, and where does it end? Each arm trains from the
 same checkpoint at each rate, with each seed; within a seed all see the same batches. The knee and the gains are
 calibrated on the text that the model knows. "lowered" ends with plain norms, by half of the run; "opened and removed"
 raises the knee to infinity in the last quarter and is judged as the plain model, after `remove_norms`. All arguments of

@@ -24,7 +24,7 @@ class Options(common.BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
     share: float = field(
-        default=0.5, metadata={"help": "share of the run over which the knee is lowered to 0; 0: it stays"}
+        default=0.0, metadata={"help": "share of the run over which the knee is lowered to 0; 0: it stays"}
     )
 
 
@@ -34,6 +34,8 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     report = common.convert(model, options, text, arguments)
     lowered = options.share and (report is None or report.knee)  # a converted checkpoint has its own knee
     callbacks = [KneeSchedule(share=options.share)] if lowered else []
+    if lowered:
+        common.print_once(arguments, f"the knee is lowered to 0 over {options.share:.0%} of the run")
     trainer = common.make_trainer(model, text, tokenizer, arguments, options.every, callbacks=callbacks)
     losses: dict[str, float] = {}
     common.add_loss(losses, "converted", trainer)

@@ -105,7 +105,9 @@ def test_the_readme_has_few_links():
 def test_the_readme_states_the_version_and_the_number_of_families():
     assert f"Version {qk.__version__}," in text_of("README.md")
     assert f"\n## {qk.__version__}" in text_of(".github/CHANGELOG.md")
-    assert f"[{len(qk.FAMILIES)}](hf_qknorm/families/FAMILIES.md)" in text_of("README.md")
+    own = sum(family.own_norms is True for family in qk.FAMILIES.values())
+    normed = f"[{len(qk.FAMILIES) - own}](hf_qknorm/families/FAMILIES.md) model types take norms"
+    assert f"{normed}, {own} with norms of their own" in text_of("README.md")
 
 
 def test_every_page_can_be_reached_from_the_readme():

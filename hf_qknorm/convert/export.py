@@ -118,8 +118,8 @@ def export_native(
             model, scaled = _as_qwen3(model)
         if isinstance(model.config, QKNormConfig):
             raise ValueError(
-                f"the cap of {model.config.attn_logit_softcapping:g} would be lost. In memory, remove_norms removes "
-                "the norms and keeps the cap"
+                f"the cap of {model.config.attn_logit_softcapping:g} would be lost. In Python, remove_norms takes "
+                "the norms off, and unpatch_model the cap"
             )
     except ValueError as error:
         subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
