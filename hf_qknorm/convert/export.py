@@ -101,6 +101,12 @@ def export_native(
         raise ValueError(f"{folder} is a plain {source.config.model_type}, not a patched model: nothing to export")
     if source.is_quantised:
         raise ValueError(f"{folder} is quantised: export the checkpoint in full precision, then quantise the result")
+    subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
+    if (cap := source.config.scheme.softcap) is not None:
+        raise ValueError(
+            f"{subject} is not exported: the cap of {cap:g} would be lost. In Python, remove_norms takes the norms "
+            "off, and unpatch_model the cap: save the result"
+        )
     model = load_model(source)
     check_finite(model, folder)
     scaled, batches, losses = False, [], None
@@ -116,13 +122,7 @@ def export_native(
             remove_norms(model)
         else:
             model, scaled = _as_qwen3(model)
-        if isinstance(model.config, QKNormConfig):
-            raise ValueError(
-                f"the cap of {model.config.attn_logit_softcapping:g} would be lost. In Python, remove_norms takes "
-                "the norms off, and unpatch_model the cap"
-            )
     except ValueError as error:
-        subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
         raise ValueError(f"{subject} is not exported: {error}") from error
     with new_folder(destination, check) as out:
         with quiet_transformers():

@@ -260,7 +260,7 @@ def test_a_rise_above_the_limit_writes_nothing(llama, corpus, capsys):
 
 # A patched model, its knee (None: as it is), and the message of the refusal.
 REFUSED: dict[str, tuple[str, dict[str, Any], Scheme | str, float | None, str]] = {
-    "cap and norms": ("llama", EPS, "qk_norm_cap", None, r"k=rms\) or the cap of 50 would be lost. An export is"),
+    "cap and norms": ("llama", EPS, "qk_norm_cap", None, "the cap of 50 would be lost. In Python, remove_norms"),
     "own cap": ("gemma2", {}, "qk_norm", None, r"k=rms\) or the cap of 50 would be lost"),
     "cap alone": ("llama", {}, "soft_cap", None, "the cap of 50 would be lost"),
     "scale alone": ("llama", {}, Scheme(scale=0.3), None, "scale=0.3 would be lost"),
