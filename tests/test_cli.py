@@ -71,7 +71,7 @@ def test_inspect_prints_and_draws(tmp_path, capsys, monkeypatch):
         "unpatched",
         "model.layers.1.self_attn",
         "knee  loss rises by     KL  bound on |logit|",
-        "Advice: Scheme(q='auto', k='auto', softcap=30.0)",
+        "Advice, if logits grow in training: Scheme(q='auto', k='auto', softcap=30.0)",
     ):
         assert line in printed
     out = tmp_path / "qknorm-inspect"

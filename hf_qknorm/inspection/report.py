@@ -150,7 +150,9 @@ class Inspection:
             row += [f"{tables.mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
             row += ["-" if x is None else f"{tables.mean(x):.3g}" for x in (layer.rms_q, layer.rms_k)]
             rows.append(row + [tables.bound_cell(layer.bound)] * bounded)
-        advice = f"Advice: {'leave it as it is' if self.advice.scheme == self.present else self.advice.name}"
+        advice = f"Advice, if logits grow in training: {self.advice.name}"
+        if self.advice.scheme == self.present:
+            advice = "Advice: leave it as it is"
         return tables.page(
             self.title,
             predictions_table(named),

@@ -52,7 +52,7 @@ def test_stored_outputs_are_small_and_clean():
     assert not re.search(r"Warning|[A-Z]:\\|/(tmp|home|root|Users|var|usr)/", text)
     shown = streams(notebook, "stdout")
     assert re.search(LOADED, shown, re.MULTILINE)
-    assert "\nAdvice: qk_norm_cap\n" in shown
+    assert "\nAdvice, if logits grow in training: qk_norm_cap\n" in shown
     assert "fresh gains" in shown
 
 
@@ -76,7 +76,7 @@ def test_the_notebook_runs_in_a_new_kernel(tmp_path):
     assert kinds(notebook) == kinds(stored)
     assert "Warning" not in streams(notebook, "stderr")
     shown = streams(notebook, "stdout")
-    for phrase in (LOADED, "^LlamaForCausalLM: llama, 2 layers of 4 heads", "^Advice: ", "^fresh gains "):
+    for phrase in (LOADED, "^LlamaForCausalLM: llama, 2 layers of 4 heads", "^Advice, if logits grow in training: ", "^fresh gains "):
         assert re.search(phrase, shown, re.MULTILINE), phrase
     (folder,) = tmp_path.glob("qknorm-*")
     assert {path.name for path in folder.iterdir()} >= {"patched", "inspect.png", "logits.jsonl", "logits.png"}
