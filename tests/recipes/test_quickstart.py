@@ -76,7 +76,12 @@ def test_the_notebook_runs_in_a_new_kernel(tmp_path):
     assert kinds(notebook) == kinds(stored)
     assert "Warning" not in streams(notebook, "stderr")
     shown = streams(notebook, "stdout")
-    for phrase in (LOADED, "^LlamaForCausalLM: llama, 2 layers of 4 heads", "^Advice, if logits grow in training: ", "^fresh gains "):
+    for phrase in (
+        LOADED,
+        "^LlamaForCausalLM: llama, 2 layers of 4 heads",
+        "^Advice, if logits grow in training: ",
+        "^fresh gains ",
+    ):
         assert re.search(phrase, shown, re.MULTILINE), phrase
     (folder,) = tmp_path.glob("qknorm-*")
     assert {path.name for path in folder.iterdir()} >= {"patched", "inspect.png", "logits.jsonl", "logits.png"}
