@@ -25,6 +25,7 @@ def test_every_file_of_the_plan_exists_and_all_limits_fit():
     assert sum(stage.seconds for stage in stages) < 9 * 60
 
 
+@pytest.mark.usefixtures("default_signals")
 def test_a_failing_stage_does_not_stop_the_next_ones(tmp_path, monkeypatch):
     late = "import time\nprint('started', flush=True)\ntry: time.sleep(900)\nexcept KeyboardInterrupt: print('two')"
     stages = [
