@@ -158,8 +158,8 @@ ROTATED = [
     for family in known_families()
     if config_with(family, YARN)
     and family
-    # an odd head dimension, angles within the layer, no maximum length
-    not in ("mimo_v2_flash", "moshi", "recurrent_gemma")
+    # an odd head dimension, angles within the layer, no maximum length, and no language model by themselves
+    not in ("mimo_v2_flash", "moshi", "recurrent_gemma", "qwen2_vl_text", "qwen2_5_vl_text")
 ]
 
 
