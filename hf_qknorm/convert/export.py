@@ -91,8 +91,8 @@ def export_native(
     """
     if data is None and max_loss_increase is not None:
         raise ValueError(f"max_loss_increase={max_loss_increase:g} needs data: give text to measure the loss on")
-    if isinstance(data, str | Path):
-        check_text(str(data))
+    if data is not None:
+        check_text(data)
     folder, destination = user_path(src, "src"), user_path(dst, "dst")
     check = partial(check_folder, destination, overwrite=overwrite, sources=[folder, data])
     check()

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hf_qknorm.files.names import CONFIG
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.scheme import Scheme
 
@@ -26,7 +27,7 @@ def check_resumed(
 
         last = resume_from_checkpoint is True
         checkpoint = get_last_checkpoint(trainer.args.output_dir) if last else resume_from_checkpoint
-        if checkpoint is not None and Path(checkpoint, "config.json").exists():
+        if checkpoint is not None and Path(checkpoint, CONFIG).exists():
             _check_scheme(trainer, Path(checkpoint))
     return train(trainer, resume_from_checkpoint, *args, **kwargs)
 
@@ -35,7 +36,7 @@ def _check_scheme(trainer: Any, checkpoint: Path) -> None:
     from hf_qknorm.model.attention import patched_layers
 
     own = {layer.scheme for layer in patched_layers(trainer.model).values() if not layer.scheme.changes_nothing}
-    stored = {scheme for scheme in _schemes(read_json(checkpoint / "config.json")) if not scheme.changes_nothing}
+    stored = {scheme for scheme in _schemes(read_json(checkpoint / CONFIG)) if not scheme.changes_nothing}
     if own == stored:
         return
     named, found = ("; ".join(sorted(map(str, schemes))) or "no scheme" for schemes in (stored, own))

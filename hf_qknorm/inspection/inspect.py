@@ -159,7 +159,7 @@ def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) ->
     knees: list[KneeTrial] = []
     with _patched(model, scheme), tried_knees(model, judged, SWEPT, kept) as tried:
         for knee in SWEPT:
-            ends = bool(knees) and max(knees[-1].rise, knees[-1].kl) <= LIMIT
+            ends = bool(knees) and knees[-1].cost <= LIMIT
             base, own = tried(knee)
             knees.append(KneeTrial(knee, own.loss - base.loss, own.kl, worst_bound(model)))
             if ends:

@@ -29,6 +29,11 @@ class KneeTrial:
     kl: float
     bound: float | None
 
+    @property
+    def cost(self) -> float:
+        """The larger of rise and KL, as in `calibration.knees.cost`."""
+        return max(self.rise, self.kl)
+
 
 @dataclass(frozen=True)
 class KneeTrials:
@@ -41,7 +46,7 @@ class KneeTrials:
     @property
     def chosen(self) -> KneeTrial | None:
         """The trial of the knee that `calibrate` sets, with a margin; None if all cost more than the limit."""
-        least = next((i for i, each in enumerate(self.trials) if max(each.rise, each.kl) <= self.limit), None)
+        least = next((i for i, each in enumerate(self.trials) if each.cost <= self.limit), None)
         return None if least is None else self.trials[min(least + bool(self.trials[least].knee), len(self.trials) - 1)]
 
 
