@@ -1,4 +1,4 @@
-"""Benchmark attention on the CPU with norms, RoPE and a cap, beside torch's SDPA without a cap, and a training step.
+"""Benchmark attention on the CPU with norms, RoPE and a cap, beside torch's SDPA without a cap, and a small Llama.
 
     python recipes/benchmarks/bench_cpu.py --output cpu.md
 
@@ -7,24 +7,30 @@ Times are medians (fastest to slowest), ratios medians within the turns (quartil
 machine is in both. Threads that wait for each other suffer from other programs: run it on a quiet machine; the page
 says how busy others were. With ATEN_CPU_CAPABILITY=avx2 it measures AVX2, but for SDPA's matrix products in MKL and
 oneDNN, which keep AVX-512.
+
+The Llama has 4 layers, 512 wide, with 8 heads of 64; for generation 256 wide, with 4 heads. Generation takes ten steps
+over a cache, which is then cut back. A peak is that of a training step of 4,096 tokens above the resident size before
+it, in a process for each model.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from page import opening, provenance, publish, table
-from timing import Times, beside_others, by_turns, cell, ratio_cell
+from timing import Times, beside_others, by_turns, cell, peak_rise, ratio_cell
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 import hf_qknorm as qk
+from hf_qknorm.families.style import CACHE
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.cpu import norm_rope
@@ -34,13 +40,13 @@ HEADS, CAP = 8, 50.0
 CPP, SDPA, TILED = "C++, cap", "SDPA, no cap", "tiled, cap"
 NORMED, ROTATED = "C++, norms, RoPE, cap", "SDPA, RoPE"
 PLAIN = "unpatched, sdpa"
-STEPS = {  # scheme and backend of a training step
+MODELS = {  # scheme and backend
     "norms and cap, hf_qknorm": ("qk_norm_cap", "hf_qknorm"),
     "norms, hf_qknorm": ("qk_norm", "hf_qknorm"),
     "norms, sdpa": ("qk_norm", "sdpa"),
-    "unpatched, hf_qknorm": (None, "hf_qknorm"),
     PLAIN: (None, "sdpa"),
 }
+GENERATED, CACHED, PEAK_LENGTH = 10, (256, 4096), 4096
 
 
 class Row(NamedTuple):
@@ -124,21 +130,18 @@ def attention_times(row: Row, turns: int) -> Times:
     return by_turns(runs, turns)
 
 
-def step_times(turns: int) -> Times:
-    """A training step of a Llama of 4 layers with 8 heads of 64, on 2 texts of 512 tokens."""
-    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 4, "num_attention_heads": 8}
-    config = LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=2048)
-    tokens = torch.randint(2048, (2, 512), generator=torch.Generator().manual_seed(0))
-    runs: dict[str, Callable[[], object]] = {}
-    for name, (scheme, backend) in STEPS.items():
-        torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(config)
-        if scheme is None:
-            model.set_attn_implementation(backend)
-        else:
-            qk.patch_model(model, scheme, attn_implementation=backend)
-        runs[name] = training_step(model.train(), tokens)
-    return by_turns(runs, turns)
+def llama(name: str, width: int = 512, heads: int = 8) -> Any:
+    """One of `MODELS`, with the same weights as the others."""
+    scheme, backend = MODELS[name]
+    sizes = {"hidden_size": width, "intermediate_size": width * 8 // 3, "num_attention_heads": heads, "head_dim": 64}
+    config = LlamaConfig(**sizes, num_hidden_layers=4, num_key_value_heads=heads // 2, vocab_size=2048)
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(config)
+    return model if scheme is None else qk.patch_model(model, scheme, attn_implementation=backend)
+
+
+def draw_tokens(*shape: int) -> Tensor:
+    return torch.randint(2048, shape, generator=torch.Generator().manual_seed(0))
 
 
 def training_step(model: Any, tokens: Tensor) -> Callable[[], object]:
@@ -152,6 +155,31 @@ def training_step(model: Any, tokens: Tensor) -> Callable[[], object]:
     return step
 
 
+@torch.no_grad()
+def generation(model: Any, tokens: Tensor) -> Callable[[], object]:
+    """A function that takes `GENERATED` steps over the keys of these tokens."""
+    cache = DynamicCache(config=model.config)
+    forward = partial(model, use_cache=True, logits_to_keep=1, **{CACHE: cache})
+    forward(tokens)
+
+    @torch.no_grad()
+    def run() -> None:
+        for _ in range(GENERATED):
+            forward(tokens[:, :1])
+        cache.crop(-GENERATED)
+
+    return run
+
+
+def long_step(name: str, checkpointed: bool) -> Callable[[], object]:
+    """A training step of a long text, by an optimiser that has its state."""
+    model = llama(name).train()
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    training_step(model, draw_tokens(1, 64))()
+    return training_step(model, draw_tokens(1, PEAK_LENGTH))
+
+
 def ratio_table(title: str, measured: dict[Any, Times], base: str) -> list[str]:
     """The times of each implementation, and their ratios to those of `base`."""
     rows = []
@@ -163,15 +191,32 @@ def ratio_table(title: str, measured: dict[Any, Times], base: str) -> list[str]:
     return table([title, "", "ms", f"÷ {base}"], rows, "llrr")
 
 
+def peaks() -> list[str]:
+    """The table of the peaks of a training step, without gradient checkpointing and with it."""
+    rows = [[name, *(peak_rise(partial(long_step, name, kept)) for kept in (False, True))] for name in MODELS]
+    base = rows[-1]
+    cells = [[name, *(f"{x:,} ({x / y:.2f})" for x, y in zip(mib, base[1:], strict=True))] for name, *mib in rows]
+    head = [f"peak of a step, 1 × {PEAK_LENGTH:,} tokens", "MiB", "with gradient checkpointing, MiB"]
+    return table(head, cells)
+
+
 def measure(turns: int) -> list[str]:
-    """The tables of attention, of attention with RoPE, and of training steps."""
+    """The tables of attention, of attention with RoPE, of training steps, of generation, and of memory."""
     attention = {row: attention_times(row, turns if row.length <= 1024 else 5) for row in ROWS}
     rotated = {f"{n:,} tokens": rotated_times(n, turns if n <= 1024 else 5) for n in ROTATED_LENGTHS}
-    step = {"4 layers, 2 × 512 tokens": step_times(turns)}
+    steps = {name: training_step(llama(name).train(), draw_tokens(2, 512)) for name in MODELS}
+    generated = {
+        f"{GENERATED} steps over {keys:,} keys": by_turns(
+            {name: generation(llama(name, 256, 4).eval(), draw_tokens(1, keys)) for name in MODELS}, 4 * turns
+        )
+        for keys in CACHED
+    }
     return [
         *ratio_table("attention, forward and backward", attention, SDPA),
         *ratio_table("with RoPE, head_dim 64, fp32", rotated, ROTATED),
-        *ratio_table("training step of a Llama", step, PLAIN),
+        *ratio_table("training step of a Llama", {"2 × 512 tokens": by_turns(steps, turns)}, PLAIN),
+        *ratio_table("generation", generated, PLAIN),
+        *peaks(),
     ]
 
 

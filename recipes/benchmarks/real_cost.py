@@ -1,4 +1,4 @@
-"""What a conversion of a real model costs: calibration, a training step, and a token of generation.
+"""What a conversion of a real model costs: calibration, a training step, and generation.
 
     python recipes/benchmarks/real_cost.py --model "$(python recipes/real_model.py)" --text wikitext2-valid.txt
 
@@ -6,30 +6,24 @@ Each job runs in a process of its own, on the same 16,384 tokens. Its seconds co
 is all that "load" does. "pass" is one pass of the unpatched model over the tokens, losses included, and "passes" are
 measured in it, without the import and the loading. "peak" is the largest resident size.
 
-Steps and tokens: the unpatched model and converted ones, with sharp norms, take turns in one process. A step is
-forward, backward and AdamW's update for one sequence. A token is one step of generation, over a cache that starts with
-as many keys. Times are medians (fastest to slowest), ratios medians within the turns (quartiles). Run it on a quiet
-machine. Writes a page.
+The unpatched model and converted ones, with sharp norms, take turns in one process. A training step is forward,
+backward and AdamW's update for one sequence. Generation takes steps over a cache that starts with as many keys. Times
+are medians (fastest to slowest), ratios medians within the turns (quartiles). Run it on a quiet machine. Writes a page.
 """
 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import re
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from bench_cpu import training_step
+from bench_cpu import GENERATED, draw_tokens, generation, training_step
 from page import opening, provenance, publish, table
-from timing import Times, beside_others, by_turns, cell, ratio_cell
-from torch import Tensor
+from timing import Times, beside_others, by_turns, cell, in_process, peak_of, ratio_cell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import calibrate, patch_model
@@ -41,7 +35,6 @@ from hf_qknorm.small_model import mean_loss
 PLAIN, SCHEMES = "unpatched", ("qk_norm", "qk_norm_cap")
 SIZES = {"quick": ({16: 2}, 512), "full": ({512: 10, 4096: 4}, 16_384)}  # turns by length; tokens of a job
 JOBS = ("load", "pass", "`calibrate`", "`hf-qknorm inspect`", "`hf-qknorm convert`")
-MIB = 2**20
 
 
 def load(checkpoint: str, name: str = PLAIN) -> Any:
@@ -64,7 +57,7 @@ def calibrated(checkpoint: str, text: str, tokens: int) -> None:
 
 
 def job(name: str, checkpoint: str, text: str, tokens: int) -> tuple[float, int]:
-    """The seconds of a job in a process of its own, and its largest resident size in bytes."""
+    """The seconds of a job in a process of its own, and its largest resident size in MiB."""
     with TemporaryDirectory() as folder:
         texts, more = [checkpoint, "--data", text], ["--max-tokens", str(tokens)]
         run = {
@@ -77,44 +70,16 @@ def job(name: str, checkpoint: str, text: str, tokens: int) -> tuple[float, int]
             ),
         }[name]
         start = time.perf_counter()
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            peak = pool.submit(_peak_of, run).result()
+        peak = in_process(partial(peak_of, run))
         return time.perf_counter() - start, peak
 
 
-def _peak_of(run: Callable[[], object]) -> int:
-    """The largest resident size while it runs, in bytes."""
-    Path("/proc/self/clear_refs").write_text("5")  # ru_maxrss would count earlier peaks, those of the parent too
-    run()
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def random_tokens(model: Any, length: int) -> Tensor:
-    return torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-
-
-@torch.no_grad()
-def generation(model: Any, length: int) -> Callable[[], object]:
-    """A function that generates a token each time it is called, after a prompt."""
-    state = {"input_ids": random_tokens(model, length), "past_key_values": None}
-
-    @torch.no_grad()
-    def step() -> None:
-        out = model(**state, use_cache=True, logits_to_keep=1)
-        state.update(input_ids=out.logits[:, -1:].argmax(-1), past_key_values=out.past_key_values)
-
-    step()
-    return step
-
-
 def times(checkpoint: str, length: int, turns: int) -> dict[str, Times]:
-    """The milliseconds of a training step and of a token, by model."""
-    models = {name: load(checkpoint, name) for name in (PLAIN, *SCHEMES)}
-    tokens = by_turns({name: generation(model.eval(), length) for name, model in models.items()}, 10 * turns)
-    steps = {name: training_step(model.train(), random_tokens(model, length)) for name, model in models.items()}
-    return {"training step": by_turns(steps, turns), "token": tokens}
+    """The milliseconds of a training step and of generation, by model."""
+    models, tokens = {name: load(checkpoint, name) for name in (PLAIN, *SCHEMES)}, draw_tokens(1, length)
+    generated = by_turns({name: generation(model.eval(), tokens) for name, model in models.items()}, 4 * turns)
+    steps = {name: training_step(model.train(), tokens) for name, model in models.items()}
+    return {"training step": by_turns(steps, turns), f"{GENERATED} steps of generation": generated}
 
 
 def main(arguments: list[str] | None = None) -> str:
@@ -140,7 +105,7 @@ def main(arguments: list[str] | None = None) -> str:
             name,
             f"{seconds:.1f}",
             "" if name == "load" else f"{(seconds - base) / (one - base):.1f}",
-            f"{peak / MIB:,.0f}",
+            f"{peak:,}",
         ]
         for name, (seconds, peak) in done.items()
     ]

@@ -6,11 +6,15 @@ measured too: it limits the pace of small work.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -51,6 +55,35 @@ def beside_others(measure: Callable[[], Result]) -> tuple[Result, str]:
     return result, f"{os.cpu_count()} cores; other programs used {others:.2f} CPUs during the timings"
 
 
+def in_process(run: Callable[[], Result]) -> Result:
+    """The result of `run` in a process of its own."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(run).result()
+
+
+def peak_of(run: Callable[[], object]) -> int:
+    """The largest resident size while it runs, in MiB."""
+    Path("/proc/self/clear_refs").write_text("5")  # ru_maxrss would count earlier peaks, those of the parent too
+    run()
+    return _resident("VmHWM")
+
+
+def peak_rise(build: Callable[[], Callable[[], object]]) -> int:
+    """The MiB by which the peak of what `build` makes is above the resident size before it, in a process of its own."""
+    return in_process(partial(_rise, build))
+
+
+def _rise(build: Callable[[], Callable[[], object]]) -> int:
+    run, before = build(), _resident("VmRSS")
+    return peak_of(run) - before
+
+
+def _resident(name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) // 1024
+
+
 def cell(times: list[float]) -> str:
     """The median, and the fastest to the slowest."""
     return f"{statistics.median(times):.1f} ({min(times):.1f} to {max(times):.1f})"
@@ -67,11 +100,10 @@ def ratio_cell(times: list[float], others: list[float]) -> str:
 class Run:
     """Something to time, `call(n)` for the n-th set of inputs, and its milliseconds a call on device and host.
 
-    `whole` measures memory in the place of `call`. A run that fails keeps the reason as `failure`.
+    A run that fails keeps the reason as `failure`.
     """
 
     call: Callable[[int], object]
-    whole: Callable[[int], object] | None = None
     failure: str = ""
     peak_mib: float | None = None
     times: list[float] = field(default_factory=list)
@@ -130,7 +162,7 @@ class Clock:
         self._synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        (run.whole or run.call)(0)
+        run.call(0)
         self._synchronize()
         run.peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
         start = time.perf_counter()
