@@ -46,33 +46,27 @@ def altered(**attributes: Any) -> Any:
     return model
 
 
-def compiled_in_place() -> Any:
+def changed(change: Callable[[Any], object]) -> Any:
     model = sharp_model("llama")
-    model.compile(backend="eager")
+    change(model)
     return model
 
 
-def with_forward_of_its_own() -> Any:
-    model = sharp_model("llama")
-    layer = model.model.layers[1].self_attn
-    layer.forward = types.MethodType(other_forward, layer)
-    return model
-
-
-def with_attention_of_another_class() -> Any:
-    """Another tool has replaced every attention module, so nothing is left to patch."""
-    model = sharp_model("llama")
+def replace_attention(model: Any) -> None:
+    """As another tool: nothing is left to patch."""
     for layer in model.model.layers:
         layer.self_attn.__class__ = type("FasterAttention", (LlamaAttention,), {})
-    return model
 
 
-def with_integers() -> Any:
-    """The weights of one layer are integers, as a quantiser may hold them."""
-    model = sharp_model("llama")
+def replace_forward(model: Any) -> None:
+    layer = model.model.layers[1].self_attn
+    layer.forward = types.MethodType(other_forward, layer)
+
+
+def quantise(model: Any) -> None:
+    """One layer to integers, as a quantiser may hold them."""
     for part in model.model.layers[1].self_attn.children():
         part.weight = nn.Parameter(part.weight.detach().to(torch.int8), requires_grad=False)
-    return model
 
 
 def other_forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
@@ -101,13 +95,19 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "FSDP": (lambda: fully_shard(sharp_model("llama")), ("patch it first",)),
     "data parallel": (lambda: nn.DataParallel(sharp_model("llama")), ("DataParallel",)),
     "compiled": (lambda: torch.compile(sharp_model("llama"), backend="eager"), ("patch it first, then compile",)),
-    "compiled in place": (compiled_in_place, ("patch it first, then compile",)),
+    "compiled in place": (
+        lambda: changed(lambda model: model.compile(backend="eager")),
+        ("patch it first, then compile",),
+    ),
     "quantised": (lambda: altered(hf_quantizer=object()), ("quantization_config",)),
-    "quantised by hand": (with_integers, ("LlamaAttention.q_proj", "no floating-point weight", "quantise it then")),
+    "quantised by hand": (
+        lambda: changed(quantise),
+        ("LlamaAttention.q_proj", "no floating-point weight", "quantise it then"),
+    ),
     "tensor parallel": (lambda: altered(_tp_size=2), ("tensor parallelism",)),
     "norms on norms": (lambda: sharp_model("qwen3"), ("already normalises", "soft_cap")),
-    "another forward": (with_forward_of_its_own, ("model.layers.1.self_attn", "another tool")),
-    "another attention": (with_attention_of_another_class, ("no LlamaAttention",)),
+    "another forward": (lambda: changed(replace_forward), ("model.layers.1.self_attn", "another tool")),
+    "another attention": (lambda: changed(replace_attention), ("no LlamaAttention",)),
 }
 
 

@@ -15,19 +15,16 @@ from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, field_values
 every_preset = pytest.mark.parametrize("name", SCHEMES)
 
 
-def json_round_trip(scheme: Scheme) -> Scheme:
-    return Scheme.from_dict(json.loads(json.dumps(scheme.to_dict(), allow_nan=False)))
-
-
 @every_preset
-def test_presets_resolve_to_rms(name: str) -> None:
+def test_presets_resolve_to_rms_and_every_field_is_written(name: str) -> None:
     preset, resolved = SCHEMES[name], SCHEMES[name].resolve()
-    assert "auto" not in resolved.norms
-    for field in ("q", "k", "v"):
-        before, after = getattr(preset, field), getattr(resolved, field)
-        assert after == ("rms" if before == "auto" else before)
-    assert dataclasses.replace(resolved, q=preset.q, k=preset.k, v=preset.v) == preset
+    expected = ["rms" if norm == "auto" else norm for norm in (preset.q, preset.k, preset.v)]
+    assert resolved == dataclasses.replace(preset, **dict(zip("qkv", expected, strict=True)))
     assert resolved.resolve() == resolved
+    written = preset.to_dict()
+    assert list(written) == ["q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_norm", "eps"]
+    assert written == {field: getattr(preset, field) for field in written}
+    assert Scheme.stored(written) == preset
 
 
 PUBLISHED = {
@@ -73,19 +70,10 @@ def schemes(draw: st.DrawFn) -> Scheme:
 
 @given(schemes())
 def test_every_scheme_survives_json(scheme: Scheme) -> None:
-    again = json_round_trip(scheme)
+    again = Scheme.from_dict(json.loads(json.dumps(scheme.to_dict(), allow_nan=False)))
     assert again == scheme
     assert hash(again) == hash(scheme)
     assert str(again) == str(scheme)
-
-
-@every_preset
-def test_every_field_is_written(name: str) -> None:
-    scheme = SCHEMES[name]
-    written = scheme.to_dict()
-    assert list(written) == ["q", "k", "v", "gain", "bias", "p", "scale", "softcap", "pre_norm", "eps"]
-    assert written == {field: getattr(scheme, field) for field in written}
-    assert Scheme.stored(written) == scheme
 
 
 NUMBER = "a finite number > 0, or None"
@@ -120,18 +108,10 @@ def test_an_impossible_value_is_refused_by_name(fields: dict, got: str, expected
     assert expected in message
 
 
-@pytest.mark.parametrize(
-    ("key", "suggestion"),
-    [
-        ("softcaps", "did you mean 'softcap'?"),
-        ("prenorm", "did you mean 'pre_norm'?"),
-        ("Gain", "did you mean 'gain'?"),
-    ],
-)
-def test_an_unknown_field_comes_with_a_suggestion(key: str, suggestion: str) -> None:
-    with pytest.raises(ValueError, match="unknown scheme field") as refusal:
+@pytest.mark.parametrize(("key", "near"), [("softcaps", "softcap"), ("prenorm", "pre_norm"), ("Gain", "gain")])
+def test_an_unknown_field_comes_with_a_suggestion(key: str, near: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown scheme field {key!r}, did you mean '{near}'?") as refusal:
         Scheme.from_dict({"q": "rms", key: 1})
-    assert f"{key!r}, {suggestion}" in str(refusal.value)
     assert all(field.name in str(refusal.value) for field in dataclasses.fields(Scheme))
 
 
@@ -149,24 +129,16 @@ def test_of_takes_a_scheme_a_name_or_a_mapping() -> None:
     assert Scheme.of(scheme.to_dict()) == scheme
 
 
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [
-        ("softcap", "soft_cap"),
-        ("qknorm", "qk_norm"),
-        ("henri", "henry"),
-        ("QK_NORM", "qk_norm"),
-        ("QK-Norm-Cap", "qk_norm_cap"),
-        ("soft cap", "soft_cap"),
-        ("Henry", "henry"),
-        ("LP", "lp"),
-    ],
-)
-def test_an_unknown_preset_comes_with_a_suggestion_and_the_list(name: str, nearest: str) -> None:
+NEAREST = {"softcap": "soft_cap", "soft cap": "soft_cap", "qknorm": "qk_norm", "QK_NORM": "qk_norm"}
+NEAREST |= {"QK-Norm-Cap": "qk_norm_cap", "henri": "henry", "Henry": "henry", "LP": "lp"}
+
+
+@pytest.mark.parametrize("name", NEAREST)
+def test_an_unknown_preset_comes_with_a_suggestion_and_the_list(name: str) -> None:
     with pytest.raises(ValueError, match="unknown scheme") as refusal:
         Scheme.of(name)
     assert str(refusal.value).startswith(
-        f"unknown scheme '{name}', did you mean '{nearest}'? Presets: {', '.join(SCHEMES)}; or spell one out: "
+        f"unknown scheme '{name}', did you mean '{NEAREST[name]}'? Presets: {', '.join(SCHEMES)}; or spell one out: "
     )
 
 

@@ -40,7 +40,7 @@ SCRIPTS = [
     if "__main__" in path.read_text(encoding="utf-8")
 ]
 (README,) = [snippet for snippet in PYTHON if snippet.page == "README.md" and snippet.output]
-SEED_OSS = "hf_qknorm/families/README.md"  # its snippet changes tables: tests/families/test_contributing.py runs it
+SEED_OSS = "hf_qknorm/families/README.md"  # its snippet changes tables: tests/families/test_table.py runs it
 
 
 class Parsed(BaseException):
@@ -91,7 +91,7 @@ def test_python_runs_and_prints_what_the_page_shows(snippet):
         compile(snippet.code, str(snippet), "exec")
         return
     if snippet.page == SEED_OSS:
-        pytest.skip("tests/families/test_contributing.py runs it")
+        pytest.skip("tests/families/test_table.py runs it")
     text = printed(snippet)
     if snippet == README:
         assert words(text).startswith(

@@ -30,8 +30,9 @@ import torch
 from page import ROOT, opening, provenance, publish, table
 
 HERE = Path(__file__).parent
-KERNELS = ("tests/ops/triton", "tests/model/test_kernels_in_models.py", "tests/model/test_kernels_with_caches.py",
-           "tests/recipes/benchmarks/test_bench_model.py")  # fmt: skip
+KERNELS = (
+    "tests/ops/triton", "tests/model/test_kernels_in_models.py", "tests/recipes/benchmarks/test_bench_model.py",
+)  # fmt: skip
 SANITIZED = "tests/ops/triton/test_gluon.py::test_normed_heads_of_any_size[50.0-usual]"
 LEAST, GRACE = 10.0, 5.0  # seconds in which no stage is worth starting, and those for an interrupted one to end
 

@@ -1,14 +1,11 @@
 """Models that are no causal language models of tokens alone: of images, bidirectional, with an encoder, of codebooks.
 
-By default a few; `pytest --all-families` runs all.
+`test_sweep.py` runs over them too.
 """
 
 from __future__ import annotations
 
 import math
-import pickle
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -17,141 +14,25 @@ import transformers
 from torch import Tensor
 from transformers import MoshiForConditionalGeneration, PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
+from hf_qknorm import FAMILIES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
 from hf_qknorm.calibration.calibrate import HELD_OUT
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.measure.batches import divided
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.derived import derived_model
-from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.error_budget import error
 from qknorm_tests.tables import (
-    OWN_INPUTS,
-    assert_backends_agree,
-    assert_identical,
     assert_near,
     fingerprint,
     randomise,
     sharp_model,
-    use_backend,
 )
 from qknorm_tests.tiny import tiny_config
 from qknorm_tests.vision_cases import (
-    CASES,
-    EVERY,
     IMAGES,
-    LENGTH,
-    OTHERS,
-    auto_of,
     batches,
     made,
-    out_of,
-    seen,
-    step,
     type_of,
 )
-
-BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
-FEW = (*CASES, "bart", "whisper", *OWN_INPUTS)
-FIRST = 8  # of MusicGen's tokens, before those that are continued
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = EVERY if metafunc.config.getoption("--all-families") else FEW
-    if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", every)
-    if "alone" in metafunc.fixturenames:  # with one kind of attention
-        metafunc.parametrize("alone", [case for case in every if case not in OTHERS])
-    if "continues" in metafunc.fixturenames:
-        metafunc.parametrize("continues", [case for case in every if case in OTHERS])
-
-
-@pytest.mark.parametrize("backend", ["sdpa", "eager"])
-def test_none_changes_nothing(case, backend):
-    original, patched = made(case), made(case)
-    use_backend(backend, original, patched)
-    before = fingerprint(patched)
-    patch_model(patched, "none")
-    assert patched_layers(patched)
-    for batch in batches(case):
-        expected = step(original, batch)
-        assert torch.isfinite(expected["loss"])
-        assert_identical(step(patched, batch), expected)
-    if case in OTHERS:
-        assert torch.equal(continued(patched, case), continued(original, case))
-    assert fingerprint(unpatch_model(patched)) == before
-    assert_identical(step(patched, batches(case)[-1]), step(original, batches(case)[-1]))
-
-
-def test_norm_and_cap(case, tmp_path):
-    """It trains every new parameter, saves and loads by its Auto class, and is unpatched."""
-    model, batch = made(case), batches(case)[-1]
-    before, expected = fingerprint(model), step(model, batch)
-    scheme = replace(SCHEMES["qk_norm_cap"], q="layer", k="layer", softcap=2.0)
-    randomise(patch_model(model, scheme), knee=4.0 if case in OTHERS else 0.0)
-    result = step(model, batch)
-    assert all(torch.isfinite(x).all() for x in result.values())
-    assert (result["out"] - expected["out"]).abs().max() > 1e-3, "norm and cap act"
-    added = result.keys() - expected.keys()
-    assert len(added) == 4 * len(patched_layers(model)), "weight and bias of both norms"
-    assert all(result[name].abs().max() > 0 for name in added)
-
-    again, auto = pickle.loads(pickle.dumps(model)), auto_of(case)
-    with torch.no_grad():
-        assert torch.equal(seen(again, batch), seen(model, batch))
-    again.save_pretrained(tmp_path)  # which writes to the config
-    again = (type(model) if issubclass(auto, PreTrainedModel) else auto).from_pretrained(tmp_path)
-    assert type(again) is type(model) is derived_model(type(model).base_class)
-    assert again.config.scheme == model.config.scheme
-    with torch.no_grad():
-        assert_near(seen(again, batch), seen(model, batch), 1e-6)
-    assert fingerprint(unpatch_model(model)) == before
-    assert_identical(step(model, batch), expected)
-
-
-def test_backends_agree(case):
-    model, tolerance = made(case), 1e-4 if case in OTHERS else 1e-5
-    for batch in batches(case):
-        batch = {name: x for name, x in batch.items() if name != "labels" or case not in OWN_INPUTS}
-        assert_backends_agree(model, partial(seen, model, batch), tolerance, BACKENDS)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@torch.no_grad()
-def test_what_each_token_sees(alone, backend):
-    """The first output moves with the last input, unless the model is causal; padding moves nothing."""
-    model_type = type_of(alone)
-    model = patch_model(made(alone), "qk_norm_cap", attn_implementation=backend).base_model
-    changed = batch = {name: x for name, x in batches(alone)[-1].items() if name != "labels"}
-    if model_type in IMAGES:
-        changed = batch | {"pixel_values": batch["pixel_values"].clone()}
-        changed["pixel_values"][..., -4:, -4:] += 1
-    else:
-        assert (batch["attention_mask"][0, -6:] == 0).all()
-        changed = batch | {"input_ids": batch["input_ids"].clone()}
-        changed["input_ids"][0, -6:] = 7
-        assert_near(seen(model, changed), seen(model, batch), 1e-6, "padding")
-        changed["input_ids"][1, -1] += 1
-    moved = (out_of(model(**changed)) - out_of(model(**batch)))[1 if model_type not in IMAGES else 0, 0].abs().max()
-    assert (moved > 1e-5) == (model_type != "clip_text_model")
-
-
-@torch.no_grad()
-def test_the_norm_before_attention_is_folded(alone):
-    model_type = type_of(alone)
-    if not FAMILIES[model_type].pre_norm:
-        pytest.skip("its norm stands behind attention")
-    model, batch = made(alone), batches(alone)[-1]
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            parameter.zero_()
-        elif parameter.dim() == 1 and "norm" in name:
-            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
-    expected = seen(model, batch)
-    patch_model(model, "qkv_norm")
-    with as_unpatched(model):
-        assert_near(seen(model, batch), expected, 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -171,9 +52,8 @@ def test_henrys_gain_is_that_of_the_longest_input(model_class, settings, length)
     assert gains == pytest.approx([math.log2(length**2 - length)] * 2)
 
 
+@pytest.mark.parametrize("alone", ["bert", "siglip_text_model", "vit", "vit-masked", "deit-classifier"])
 def test_methods_that_need_next_token_loss_refuse_encoders(alone):
-    if FAMILIES[type_of(alone)].causal is True:
-        pytest.skip("it is causal")
     model, data = made(alone), [torch.arange(24)[None]]
     with pytest.raises(ValueError, match="has bidirectional attention and predicts no next token"):
         inspect_model(model, data)
@@ -212,28 +92,6 @@ def test_a_masked_language_model_is_calibrated_on_its_masked_tokens():
 
 
 @torch.no_grad()
-def continued(model: PreTrainedModel, case: str, *, use_cache: bool = True) -> Tensor:
-    """The logits of the tokens after a prompt, each computed by itself with a cache, or all at once."""
-    batch = {name: x for name, x in batches(case)[-1].items() if name != "labels"}
-    if case not in OWN_INPUTS:
-        return generated(model, batch, use_cache=use_cache)
-    if not use_cache:
-        return model(**batch).logits[:, FIRST - LENGTH :]
-    others = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask")}
-    cache, found = None, []
-    for start, stop in [(0, FIRST), *((n, n + 1) for n in range(FIRST, LENGTH))]:
-        inputs = {"input_ids": batch["input_ids"][:, start:stop]}
-        if "attention_mask" in batch:
-            inputs["attention_mask"] = batch["attention_mask"][:, :stop]
-        if start == 0 or case == "musicgen_decoder":  # the other has them in the cache
-            inputs |= others
-        out = model(**inputs, **{CACHE: cache}, use_cache=True)
-        cache = out[CACHE]
-        found.append(out.logits[:, -1])
-    return torch.stack(found[1:], 1)
-
-
-@torch.no_grad()
 def generated(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> Tensor:
     """The logits that greedy tokens are taken by."""
     settings = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "num_beams": 1} | options
@@ -241,12 +99,6 @@ def generated(model: PreTrainedModel, batch: dict[str, Any], **options: Any) -> 
         model, **batch, **settings, return_dict_in_generate=True, output_logits=True
     )
     return torch.stack(out.logits)
-
-
-def test_a_cache_changes_nothing(continues):
-    model = randomise(patch_model(made(continues), replace(SCHEMES["qk_norm_cap"], softcap=2.0)), knee=4.0)
-    assert continues in OWN_INPUTS or len(patched_layers(model)) == 6, "two of the encoder, twice two of the decoder"
-    assert_near(continued(model, continues), continued(model, continues, use_cache=False), 1e-4)
 
 
 @torch.no_grad()

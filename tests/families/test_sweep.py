@@ -1,6 +1,7 @@
-"""Every causal language model that can be patched, patched; `test_refused.py` has the others.
+"""Every model that can be patched, patched; `test_refused.py` has the others.
 
-By default one family of each style, and the types that most tests run over, with variants for what a config switches;
+By default one causal language model of each style, and the types that most tests run over, with variants for what a
+config switches; and a few of the models of images, bidirectional ones, with an encoder, and of codebooks.
 `pytest --all-families` runs over all.
 """
 
@@ -8,10 +9,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -23,27 +26,30 @@ from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.layer import QKNormAttention as PlainAttention
 from hf_qknorm.model.raw_heads import kernel_rotary
 from hf_qknorm.ops.types import Rotary
+from qknorm_tests import vision_cases
 from qknorm_tests.tables import (
     MODEL_TYPES,
+    OWN_INPUTS,
     assert_backends_agree,
     assert_identical,
     assert_near,
+    causal_families,
     fingerprint,
     make_batch,
+    out_of,
     randomise,
-    real,
     sharp_model,
     step,
     swept,
     use_backend,
 )
-from qknorm_tests.tiny import tiny_config
+from qknorm_tests.tiny import PARTIAL, tiny_config
+from qknorm_tests.vision_cases import CAPPED, CASES, CONTINUED, EVERY, IMAGES, OTHERS, continued_codebooks, seen
 
-KINDS = ("plain", "left", "right")
+KINDS = ("left", "right")
+BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
 NEW = 4
 TOLERANCE = 1e-4  # near-identical logits, through two layers and whatever stands beside attention
-
-PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 # Switches of a config beyond the tiny settings of its type.
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -82,51 +88,60 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Of the variants, those that change what the package computes
+SWITCHED = ("gemma2-uncapped", "gpt2-inverse-layer", "gpt2-unscaled", "gpt2-upcast", "gpt_neox-partial", "llama-bias")
+# Of types that are other models too
+DECODERS = {f"{x}-decoder": (x, {}) for x in causal_families() if x in EVERY}
+SETTINGS: dict[str, tuple[Any, ...]] = EVERY | VARIANTS | DECODERS
+FEW = (*CASES, *CAPPED, "bart", "whisper", *OWN_INPUTS)
 # Doge selects keys by a number for each value; those of equal tokens are equal, and one of them is selected by chance.
 CHANCE = ("doge-selecting",)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "case" not in metafunc.fixturenames:
-        return
-    cases = [*dict.fromkeys([*MODEL_TYPES, *swept(metafunc.config)])]
-    types = cases if metafunc.config.getoption("--all-families") else MODEL_TYPES
-    variants = [name for name, (t, _) in VARIANTS.items() if t in types]
-    metafunc.parametrize("case", cases + variants)
+    every = metafunc.config.getoption("--all-families")
+    lms = [f"{x}-decoder" if x in EVERY else x for x in dict.fromkeys([*MODEL_TYPES, *swept(metafunc.config)])]
+    lms += VARIANTS if every else SWITCHED
+    others = list(EVERY if every else FEW)
+    alone = [case for case in others if case not in OTHERS and case not in CAPPED]
+    cases = {"case": lms + others, "lm": lms, "alone": alone}
+    for name in cases.keys() & {*metafunc.fixturenames}:
+        metafunc.parametrize(name, cases[name])
 
 
 def made(case: str) -> PreTrainedModel:
-    model_type, settings = VARIANTS.get(case, (case, {}))
-    return sharp_model(model_type, **{"attention_dropout": 0.1, **settings})
+    if case in EVERY:
+        return vision_cases.made(case)
+    settings = SETTINGS.get(case, (case, {}))[-1]
+    return sharp_model(type_of(case), **{"attention_dropout": 0.1, **settings})
+
+
+def batches(case: str) -> list[dict[str, Any]]:
+    return vision_cases.batches(case) if case in EVERY else [make_batch(kind) for kind in KINDS]
 
 
 def type_of(case: str) -> str:
-    return VARIANTS.get(case, (case, {}))[0]
+    return SETTINGS.get(case, (case,))[0]
 
 
 def config_of(case: str) -> PretrainedConfig:
-    model_type, settings = VARIANTS.get(case, (case, {}))
-    return tiny_config(model_type, **settings)
+    return tiny_config(type_of(case), **SETTINGS.get(case, ({},))[-1])
 
 
 def takes(case: str, preset: str) -> bool:
     """Whether a model can have the preset."""
-    return FAMILIES[type_of(case)].refusal(config_of(case), SCHEMES[preset]) is None
+    return case not in CAPPED and FAMILIES[type_of(case)].refusal(config_of(case), SCHEMES[preset]) is None
 
 
 @torch.no_grad()
-def generated(model: PreTrainedModel, kind: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """Greedily generated tokens and the logits that they were taken by."""
-    out = model.generate(
-        **make_batch(kind, labels=False),
-        max_new_tokens=NEW,
-        min_new_tokens=NEW,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-        **options,
-    )
-    return out.sequences, torch.stack(out.logits)
+def continued(model: PreTrainedModel, case: str, *, use_cache: bool = True) -> Tensor:
+    """The logits of the tokens after a prompt, each computed by itself with a cache, or all at once."""
+    batch = {name: x for name, x in batches(case)[-1 if case in EVERY else 0].items() if name != "labels"}
+    if case in OWN_INPUTS:
+        return continued_codebooks(model, case, batch, use_cache=use_cache)
+    settings = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, "num_beams": 1}
+    out = model.generate(**batch, **settings, use_cache=use_cache, return_dict_in_generate=True, output_logits=True)
+    return torch.stack(out.logits)
 
 
 def test_none_changes_nothing(case):
@@ -135,65 +150,66 @@ def test_none_changes_nothing(case):
     before = fingerprint(patched)
     patch_model(patched, "none")
     assert patched_layers(patched)
-    for kind in KINDS:
-        expected = step(original, make_batch(kind))
+    for batch in batches(case):
+        expected = step(original, batch)
         assert torch.isfinite(expected["loss"])
-        assert_identical(step(patched, make_batch(kind)), expected)
-    for kind in ("plain", "left"):
-        for expected, actual in zip(generated(original, kind), generated(patched, kind), strict=True):
-            assert torch.equal(actual, expected)
+        assert_identical(step(patched, batch), expected)
+    if case not in EVERY or case in CONTINUED:
+        assert torch.equal(continued(patched, case), continued(original, case))
     assert fingerprint(unpatch_model(patched)) == before
-    assert_identical(step(patched, make_batch("left")), step(original, make_batch("left")))
+    assert_identical(step(patched, batch), expected)
 
 
 def test_none_changes_nothing_for_eager(case):
     """Also in bfloat16, where the position of casts matters."""
-    original, patched = made(case), made(case)
+    original, patched, batch = made(case), made(case), batches(case)[0]
     use_backend("eager", original, patched)
     patch_model(patched, "none")
-    assert_identical(step(patched, make_batch("left")), step(original, make_batch("left")))
-    with torch.no_grad():
-        assert torch.equal(*(model.to(torch.bfloat16)(**make_batch("left")).logits for model in (original, patched)))
+    assert_identical(step(patched, batch), step(original, batch))
+    if case not in EVERY:
+        with torch.no_grad():
+            assert torch.equal(*(model.to(torch.bfloat16)(**batch).logits for model in (original, patched)))
 
 
 def test_norm_and_cap(case, tmp_path):
     """It trains every new parameter, saves and loads, generates the same with a cache, and is unpatched."""
-    preset = "qk_norm_cap" if takes(case, "qk_norm_cap") else "soft_cap"
-    model, batch = made(case), make_batch("left")
+    model, batch = made(case), batches(case)[-1 if case in EVERY else 0]
     before, expected = fingerprint(model), step(model, batch)
-    randomise(patch_model(model, replace(SCHEMES[preset], softcap=2.0)), knee=4.0)
+    scheme = replace(SCHEMES["qk_norm_cap" if takes(case, "qk_norm_cap") else "soft_cap"], softcap=2.0)
+    if case in EVERY and scheme.norms:
+        scheme = replace(scheme, q="layer", k="layer")
+    randomise(patch_model(model, scheme), knee=4.0)
     result = step(model, batch)
-    assert all(x is None or torch.isfinite(x).all() for x in result.values())
+    assert all(torch.isfinite(x).all() for x in result.values())
     assert (result["logits"] - expected["logits"]).abs().max() > 1e-3, "norm and cap act"
     added = result.keys() - expected.keys()
-    assert bool(added) == (preset == "qk_norm_cap")
+    if case in EVERY:  # a decoder alone attends to no encoder
+        assert len(added) == sum(len([*norm.parameters()]) for norm in every_norm(model))
+    assert bool(added) == bool(scheme.norms)
     assert all(result[name].abs().max() > 0 for name in added)
+    if (case not in EVERY or case in CONTINUED) and case not in CHANCE:
+        assert_near(continued(model, case), continued(model, case, use_cache=False), TOLERANCE)
 
-    if case not in CHANCE:
-        tokens, logits = generated(model, "left")
-        tokens_uncached, logits_uncached = generated(model, "left", use_cache=False)
-        assert torch.equal(tokens, tokens_uncached)
-        assert_near(logits, logits_uncached, TOLERANCE)
-
+    auto = type(model) if case not in EVERY else getattr(transformers, EVERY[case][1])
+    auto = type(model) if issubclass(auto, PreTrainedModel) else auto
     copy.deepcopy(model).save_pretrained(tmp_path)  # it writes to the config
-    again = copy.deepcopy(type(model).from_pretrained(tmp_path))  # rounding depends on where in the file weights lie
+    again = auto.from_pretrained(tmp_path)
     assert type(again) is type(model) is derived_model(type(model).base_class)
     assert again.config.scheme == model.config.scheme
     assert [norm.shape for norm in every_norm(again)] == [norm.shape for norm in every_norm(model)]
     with torch.no_grad():
-        assert torch.equal(again(**batch).logits, model(**batch).logits)
-
+        assert_near(seen(again, batch), seen(model, batch), 1e-6)
     assert fingerprint(unpatch_model(model)) == before
     assert_identical(step(model, batch), expected)
 
 
 @torch.no_grad()
-def test_steps_without_positions(case):
+def test_steps_without_positions(lm):
     """They continue the count of the cached tokens."""
-    model, ids = made(case), make_batch("plain", labels=False)["input_ids"]
-    patch_model(model, "qk_norm_cap" if takes(case, "qk_norm_cap") else "soft_cap")
+    model, ids = made(lm), make_batch("plain", labels=False)["input_ids"]
+    patch_model(model, "qk_norm_cap" if takes(lm, "qk_norm_cap") else "soft_cap")
     prompt = model(ids[:, :16], use_cache=True)
-    if CACHE not in prompt or case in CHANCE:
+    if CACHE not in prompt or lm in CHANCE:
         pytest.skip("it returns no cache, or selects keys by chance")
     cache = {CACHE: prompt[CACHE], "use_cache": True}
     steps = [model(token, **cache).logits for token in ids[:, 16:].split(1, 1)]
@@ -202,15 +218,37 @@ def test_steps_without_positions(case):
 
 def test_backends_agree(case):
     """Windows, sinks and masks reach the package's attention as they reach the model's own."""
-    model, batch = made(case), make_batch("left", labels=False)
-    assert_backends_agree(model, lambda: model(**batch).logits[real(batch)], TOLERANCE)
+    model, backends = made(case), BACKENDS if case in EVERY else BACKENDS[:2]
+    for batch in batches(case)[: None if case in EVERY else 1]:
+        batch = {name: x for name, x in batch.items() if name != "labels" or case in EVERY and case not in OWN_INPUTS}
+        assert_backends_agree(model, partial(seen, model, batch), TOLERANCE, backends)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@torch.no_grad()
+def test_what_each_token_sees(alone, backend):
+    """The first output moves with the last input, unless the model is causal; padding moves nothing."""
+    model_type = type_of(alone)
+    model = patch_model(made(alone), "qk_norm_cap", attn_implementation=backend).base_model
+    changed = batch = {name: x for name, x in batches(alone)[-1].items() if name != "labels"}
+    if model_type in IMAGES:
+        changed = batch | {"pixel_values": batch["pixel_values"].clone()}
+        changed["pixel_values"][..., -4:, -4:] += 1
+    else:
+        assert (batch["attention_mask"][0, -6:] == 0).all()
+        changed = batch | {"input_ids": batch["input_ids"].clone()}
+        changed["input_ids"][0, -6:] = 7
+        assert_near(seen(model, changed), seen(model, batch), 1e-6, "padding")
+        changed["input_ids"][1, -1] += 1
+    moved = (out_of(model(**changed)) - out_of(model(**batch)))[1 if model_type not in IMAGES else 0, 0].abs().max()
+    assert (moved > 1e-5) != FAMILIES[model_type].is_causal(model.config)
 
 
 @torch.no_grad()
-def test_what_kernels_rotate(case, monkeypatch):
+def test_what_kernels_rotate(lm, monkeypatch):
     """The angles that kernels are given turn heads as the model does."""
-    family = FAMILIES[type_of(case)]
-    if family.rope is None or family.runs_own_forward(config_of(case)):
+    family = FAMILIES[type_of(lm)]
+    if family.rope is None or family.runs_own_forward(config_of(lm)):
         pytest.skip("only the model's own code rotates it")
     plain, seen = PlainAttention.norm_rotate, []
 
@@ -225,8 +263,8 @@ def test_what_kernels_rotate(case, monkeypatch):
         return plain(layer, q, k, *rest)
 
     monkeypatch.setattr(PlainAttention, "norm_rotate", rotate)
-    patch_model(made(case), "none")(**make_batch("left"))
-    assert seen or case.endswith("-unrotated") or not hasattr(config_of(case), "rope_parameters")
+    patch_model(made(lm), "none")(**make_batch("left"))
+    assert seen or lm.endswith("-unrotated") or not hasattr(config_of(lm), "rope_parameters")
 
 
 def turned(x: Tensor, rotary: Rotary) -> Tensor:
@@ -245,16 +283,15 @@ def test_the_norm_before_attention_is_folded(case):
     """qkv_norm removes the norm: no other module reads it, and `as_unpatched` restores the model's result."""
     if not takes(case, "qkv_norm"):
         pytest.skip("takes no qkv_norm")
-    model, batch = made(case), make_batch("left")
+    model, batch = made(case), batches(case)[-1 if case in EVERY else 0]
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if parameter.dim() == 1:  # biases, which fold but for σ, and gains
-            bias = name.endswith("bias") or ".bias" in name
-            parameter.copy_(
-                torch.zeros(()) if bias else parameter + 0.3 * torch.randn(parameter.shape, generator=generator)
-            )
-    expected = model(**batch).logits[real(batch)]
+        if name.endswith("bias") or ".bias" in name:  # biases fold but for σ
+            parameter.zero_()
+        elif parameter.dim() == 1:
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    expected = seen(model, batch)
     patch_model(model, "qkv_norm")
     assert all({"q_norm", "k_norm", "v_norm"} == head_norms(layer).keys() for layer in patched_layers(model).values())
     with as_unpatched(model):
-        assert_near(model(**batch).logits[real(batch)], expected, 1e-3)
+        assert_near(seen(model, batch), expected, 1e-3)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
+from typing import Any
 
 import peft
 import pytest
@@ -28,32 +30,31 @@ def test_a_patched_model_has_the_default_targets_of_its_base(model_type):
     assert peft.get_peft_model(patched, peft.LoraConfig(r=2)).targeted_module_names == expected
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
-def test_an_adapter_with_gains_is_refused_by_an_unpatched_model(model_type, tmp_path):
-    model = adapted(patch_model(sharp_model(model_type), "qk_norm"), modules_to_save=["q_norm", "k_norm"])
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.\w+, of a norm that this"):
-        peft.PeftModel.from_pretrained(sharp_model(model_type), tmp_path)
-    peft.PeftModel.from_pretrained(patch_model(sharp_model(model_type), "qk_norm"), tmp_path)
+GAINS = {"modules_to_save": ["q_norm", "k_norm"]}
+TUNING = peft.LNTuningConfig(target_modules=["input_layernorm", "q_norm", "k_norm"])  # whose file has other names
+LAYER, RMS = (Scheme(q=norm, k=norm) for norm in ("layer", "rms"))
+# Model type, an adapter of a patched model, the scheme that it is refused with or none, and what the adapter holds.
+REFUSED: list[tuple[str, Callable[[Any], Any], Scheme | None, str]] = [
+    ("llama", lambda model: adapted(model, **GAINS), None, r"\w+, of a norm that this Llama"),
+    ("gpt2", lambda model: adapted(model, **GAINS), None, r"\w+, of a norm that this GPT2"),
+    (
+        "llama",
+        lambda model: peft.get_peft_model(model, TUNING),
+        None,
+        r"ln_tuning_layers\.\w+, of a norm",
+    ),
+    ("llama", lambda model: adapted(model, **GAINS), RMS, "bias, of a norm that this QKNormLlama"),
+]
 
 
-def test_gains_of_norm_tuning_are_refused_by_an_unpatched_model(tmp_path):
-    """Its file has other names, and the norms that an unpatched model lacks are none that PEFT misses."""
-    tuning = peft.LNTuningConfig(target_modules=["input_layernorm", "q_norm", "k_norm"])
-    peft.get_peft_model(patch_model(sharp_model("llama"), "qk_norm"), tuning).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.ln_tuning_layers\.weight, of a norm that this Llama"):
-        peft.PeftModel.from_pretrained(sharp_model("llama"), tmp_path)
-    peft.PeftModel.from_pretrained(patch_model(sharp_model("llama"), "qk_norm"), tmp_path)
-
-
-def test_biases_of_norms_are_refused_by_norms_without(tmp_path):
-    layer, rms = (Scheme(q=norm, k=norm) for norm in ("layer", "rms"))
-    model = adapted(patch_model(sharp_model("llama"), layer), modules_to_save=["q_norm", "k_norm"])
-    model.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds \S+\.[qk]_norm\.bias, of a norm that this QKNormLlama"):
-        peft.PeftModel.from_pretrained(patch_model(sharp_model("llama"), rms), tmp_path)
-    peft.PeftModel.from_pretrained(patch_model(sharp_model("llama"), layer), tmp_path)
+@pytest.mark.parametrize(("model_type", "adapt", "scheme", "held"), REFUSED)
+def test_an_adapter_with_gains_is_refused_by_an_unpatched_model(model_type, adapt, scheme, held, tmp_path):
+    """And one with biases by norms without."""
+    adapt(patch_model(sharp_model(model_type), LAYER)).save_pretrained(tmp_path)
+    model = sharp_model(model_type)
+    with pytest.raises(ValueError, match=rf"holds \S+\.[qk]_norm\.{held}"):
+        peft.PeftModel.from_pretrained(model if scheme is None else patch_model(model, scheme), tmp_path)
+    peft.PeftModel.from_pretrained(patch_model(sharp_model(model_type), LAYER), tmp_path)
 
 
 @pytest.mark.parametrize("saved", [["q_norm", "k_norm"], ["self_attn"]])  # the norms, and a module that holds them

@@ -44,6 +44,9 @@ def test_a_model_is_refused(auto, patched, folder):
         with pytest.raises(OSError, match=r"'\S+/unpatched' of a model that was changed in memory.* as ref_model="):
             auto.from_pretrained(pretrained_model_name_or_path=name)
     assert type(auto.from_pretrained(str(patched.name_or_path))) is LlamaForCausalLM
+    unpatch_model(patched)
+    assert type(patched.name_or_path) is type(patched.config.name_or_path) is str
+    assert patched.name_or_path == str(folder)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -73,12 +76,6 @@ def test_anywhere_else_the_name_is_a_string(patched, folder, tmp_path):
     patched.save_pretrained(tmp_path / "out")
     assert str(folder) not in (tmp_path / "out" / "config.json").read_text()
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "out").name_or_path) is str
-
-
-def test_unpatching_gives_the_plain_name_back(patched, folder):
-    unpatch_model(patched)
-    assert type(patched.name_or_path) is type(patched.config.name_or_path) is str
-    assert patched.name_or_path == str(folder)
 
 
 VLLM = """

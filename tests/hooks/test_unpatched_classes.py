@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from transformers import (
     LlamaForCausalLM,
     LlamaModel,
     LlavaForConditionalGeneration,
-    PreTrainedModel,
 )
 
 from hf_qknorm import Scheme, patch_model, unpatch_model
@@ -95,30 +95,39 @@ def test_a_requested_backend_replaces_the_notice(folder):
     assert not set(NOTICES) & set(vars(model.config))
 
 
-@pytest.mark.parametrize("damage", ["dtype", "shape"])
+# A tensor of a norm, its change, and the end of the refusal.
+DAMAGE = {
+    "dtype": ("weight", lambda x: x.to(torch.int8), "' has dtype I8"),
+    "shape": ("weight", lambda x: torch.ones(7), r"' is \[7\], expected \[16\]"),
+    "impossible": ("knee", lambda x: x + math.nan, r"' is \[nan, nan, nan\], expected three finite numbers"),
+    "no gain": ("weight", None, "'"),
+    "older": ("knee", None, "' is in the weights: they were written by a version before 1.0"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_patched_tower_is_checked_too(damage, tmp_path):
+    kind, change, message = DAMAGE[damage]
     randomise(patch_model(tiny_towers("llava"), NORMED)).save_pretrained(tmp_path)
     assert LlavaForConditionalGeneration.from_pretrained(tmp_path) is not None
 
     def harm(weights: dict[str, torch.Tensor]) -> None:
-        name = max(name for name in weights if name.endswith("q_norm.weight"))
-        weights[name] = weights[name].to(torch.int8) if damage == "dtype" else torch.ones(7)
+        name = max(name for name in weights if name.endswith(f"q_norm.{kind}"))
+        value = weights.pop(name)
+        weights.update({name: change(value)} if change else {})
 
     edit(tmp_path, harm)
-    expected = "q_norm.weight' has dtype I8" if damage == "dtype" else r"q_norm.weight' is \[7\], expected \[16\]"
-    with pytest.raises(ValueError, match=expected):
+    with pytest.raises(ValueError, match=rf"q_norm\.{kind}{message}"):
         LlavaForConditionalGeneration.from_pretrained(tmp_path)
 
 
-def inner_parts() -> dict[str, tuple[PreTrainedModel, str]]:
-    """Models, and the path of a part that is patched by itself."""
-    return {"body": (sharp_model("llama"), "model"), "tower": (tiny_towers("llava"), "model.language_model")}
+PARTS = {"model": lambda: sharp_model("llama"), "model.language_model": lambda: tiny_towers("llava")}
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm", "soft_cap"])
-@pytest.mark.parametrize("case", ["body", "tower"])
-def test_the_whole_of_a_patched_part_is_not_saved(case, scheme, tmp_path):
-    model, part = inner_parts()[case]
+@pytest.mark.parametrize("part", PARTS)
+def test_the_whole_of_a_patched_part_is_not_saved(part, scheme, tmp_path):
+    model = PARTS[part]()
     inner = patch_model(model.get_submodule(part), scheme)
     with pytest.raises(ValueError, match="is patched, and the model's config does not hold its scheme"):
         model.save_pretrained(tmp_path / "whole")

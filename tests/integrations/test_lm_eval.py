@@ -15,7 +15,6 @@ from qknorm_tests.tiny import tiny_model
 
 pytest.importorskip("lm_eval")
 
-ALONE = Path(__file__).parents[1] / "qknorm_tests" / "lm_eval_alone.py"
 LETTERS = """\
 task: letters
 dataset_path: json
@@ -37,18 +36,25 @@ doc_to_choice: "{{{{ends}}}}"
 doc_to_target: 0
 metric_list: [{{metric: acc}}]
 """
-PACKAGE = """\
+SCORES = """\
 import json, sys
-import hf_qknorm
+folder, tasks, way = sys.argv[1:]
+alone = way == "alone"
+if alone:
+    sys.modules["hf_qknorm"] = None  # before anything that could import it
+else:
+    import hf_qknorm
+import lm_eval
 import lm_eval.tasks
 from transformers import pipeline
 
-folder, tasks, out = sys.argv[1:]
-text = pipeline("text-generation", model=folder, device="cpu")("ab", max_new_tokens=8, do_sample=False)
+generate = pipeline("text-generation", model=folder, device="cpu", trust_remote_code=alone)
+assert type(generate.model).__module__.startswith("transformers_modules" if alone else "hf_qknorm")
+text = generate("ab", max_new_tokens=8, do_sample=False)
 manager = lm_eval.tasks.TaskManager(include_path=tasks)
 found = lm_eval.simple_evaluate(
-    model="hf", model_args={"pretrained": folder}, tasks=["letters", "words"], task_manager=manager, device="cpu",
-    batch_size=4,
+    model="hf", model_args={"pretrained": folder, "trust_remote_code": alone}, tasks=["letters", "words"],
+    task_manager=manager, device="cpu", batch_size=4,
 )
 print(json.dumps({"text": text[0]["generated_text"], "results": found["results"]}, default=str))
 """
@@ -74,15 +80,16 @@ def tasks(tmp_path: Path) -> Path:
 def test_the_scores_are_those_of_the_package(tmp_path, tasks):
     model = tiny_model("llama", vocab_size=300, max_position_embeddings=256)
     save_with_tokenizer(randomise(model), tmp_path / "source")
-    out, folder = tmp_path / "results", tmp_path / "converted"
+    folder = tmp_path / "converted"
     convert_checkpoint(tmp_path / "source", folder, "qk_norm_cap")
-    child(ALONE, folder, tasks, out, home=tmp_path / "home")
-    (file,) = out.rglob("results_*.json")
-    alone = json.loads(file.read_text())["results"]
-    own = json.loads(child(PACKAGE, folder, tasks, out, home=tmp_path / "home").splitlines()[-1])
-    assert (out / "text").read_text() == own["text"]
+    ways = ("alone", "with the package")
+    alone, own = (json.loads(child(SCORES, folder, tasks, x, home=tmp_path / "home").splitlines()[-1]) for x in ways)
+    assert alone["text"] == own["text"]
     assert own["text"].startswith("ab")
-    found = {task: own["results"][task] for task in ("letters", "words")}
-    assert alone["letters"]["byte_perplexity,none"] == pytest.approx(found["letters"]["byte_perplexity,none"], rel=1e-5)
-    assert alone["letters"]["byte_perplexity,none"] > 10
-    assert alone["words"]["acc,none"] == found["words"]["acc,none"]
+    (perplexity, accuracy), expected = (
+        (found["results"]["letters"]["byte_perplexity,none"], found["results"]["words"]["acc,none"])
+        for found in (alone, own)
+    )
+    assert perplexity == pytest.approx(expected[0], rel=1e-5)
+    assert perplexity > 10
+    assert accuracy == expected[1]

@@ -25,7 +25,7 @@ from hf_qknorm.model.derived import derived_config
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering
 from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
-from qknorm_tests.tiny import TINY, TINY_BY_TYPE
+from qknorm_tests.tiny import tiny_settings
 
 SAVED = {
     **{name: SCHEMES[name] for name in ("soft_cap", "qk_norm_cap", "qkv_norm", "henry", "lp")},
@@ -48,16 +48,11 @@ def patched(model_type: str, scheme: str, **settings: object) -> PreTrainedModel
     return randomise(patch_model(sharp_model(model_type, **settings), SAVED[scheme]))
 
 
-def strongest(model_type: str) -> str:
-    """The scheme with most parts that a family can have."""
-    return "per head" if applies(model_type, SAVED["per head"]) else "soft_cap"
-
-
 def keys(folder: Path) -> set[str]:
     return {key for file in folder.glob("*.safetensors") for key in safe_open(file, "pt").keys()}  # noqa: SIM118
 
 
-@pytest.fixture(scope="module", params=MODELS, ids="-".join)
+@pytest.fixture(scope="module")
 def saved(request, tmp_path_factory):
     """A patched model with random gains, and the folder that it was saved to."""
     model = patched(*request.param)
@@ -76,23 +71,6 @@ def test_round_trip(saved, loading):
     assert reloaded.config._attn_implementation == model.config._attn_implementation
     assert torch.equal(reloaded(**make_batch("left")).logits, model(**make_batch("left")).logits)
 
-
-@torch.no_grad()
-def test_quantised(saved):
-    """The projections become eight-bit; the gains stay what they were."""
-    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
-    model, folder = saved
-    quantised = AutoModelForCausalLM.from_pretrained(folder, quantization_config=QuantoConfig(weights="int8"))
-    layer, own = (next(iter(patched_layers(m).values())) for m in (quantised, model))
-    if model.config.base_model_type != "gpt2":  # its Conv1D is left alone
-        assert type(layer.get_submodule(layer.family.style.weights[0])).__name__ == "QLinear"
-    for name, parameter in own.named_parameters():
-        assert "_norm." not in name or torch.equal(layer.get_parameter(name), parameter)
-    assert_near(quantised(**make_batch("left")).logits, model(**make_batch("left")).logits, 0.1)
-
-
-def test_config_json(saved):
-    model, folder = saved
     config = json.loads((folder / "config.json").read_text())
     assert config["qk_norm"] == model.config.scheme.to_dict()
     assert "auto" not in config["qk_norm"].values()
@@ -108,31 +86,38 @@ def test_config_json(saved):
     assert json.loads((folder / "again" / "config.json").read_text()) == config
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
+@pytest.mark.parametrize("saved", [("llama", "per head")], indirect=True)
 @torch.no_grad()
-def test_the_names_in_the_file_are_the_base_models_and_the_gains(model_type, tmp_path):
+def test_quantised(saved):
+    """The projections become eight-bit; the gains stay what they were."""
+    pytest.importorskip("optimum.quanto", reason="needs optimum-quanto")
+    model, folder = saved
+    quantised = AutoModelForCausalLM.from_pretrained(folder, quantization_config=QuantoConfig(weights="int8"))
+    layer, own = (next(iter(patched_layers(m).values())) for m in (quantised, model))
+    assert type(layer.q_proj).__name__ == "QLinear"
+    for name, parameter in own.named_parameters():
+        assert "_norm." not in name or torch.equal(layer.get_parameter(name), parameter)
+    assert_near(quantised(**make_batch("left")).logits, model(**make_batch("left")).logits, 0.1)
+
+
+@pytest.mark.parametrize(("model_type", "tied"), covering(MODEL_TYPES, [False, True], strength=1))
+@torch.no_grad()
+def test_the_names_in_the_file_are_the_base_models_and_the_gains(model_type, tied, tmp_path):
     """Also when the model was loaded first: transformers remembers how it renamed weights, and renames them back."""
-    sharp_model(model_type).save_pretrained(tmp_path / "base")
+    sharp_model(model_type, tie_word_embeddings=tied).save_pretrained(tmp_path / "base")
+    scheme = "per head" if applies(model_type, SAVED["per head"]) else "soft_cap"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    randomise(patch_model(model, SAVED[strongest(model_type)])).save_pretrained(tmp_path / "loaded")
-    patched(model_type, strongest(model_type)).save_pretrained(tmp_path / "scratch")
+    randomise(patch_model(model, SAVED[scheme])).save_pretrained(tmp_path / "loaded")
+    patched(model_type, scheme, tie_word_embeddings=tied).save_pretrained(tmp_path / "scratch")
     assert keys(tmp_path / "loaded") == keys(tmp_path / "scratch")
     added = keys(tmp_path / "loaded") - keys(tmp_path / "base")
     assert len(added) == sum(len(m.state_dict()) for m in model.modules() if isinstance(m, HeadNorm))
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "loaded")
+    assert (reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight) == tied
     assert torch.equal(reloaded(**make_batch("left")).logits, model(**make_batch("left")).logits)
 
 
-@pytest.mark.parametrize("model_type", MODEL_TYPES)
-@torch.no_grad()
-def test_tied_embeddings(model_type, tmp_path):
-    model = patched(model_type, strongest(model_type), tie_word_embeddings=True)
-    model.save_pretrained(tmp_path)
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert reloaded.get_output_embeddings().weight is reloaded.get_input_embeddings().weight
-    assert torch.equal(reloaded(**make_batch("left")).logits, model(**make_batch("left")).logits)
-
-
+@pytest.mark.parametrize("saved", MODELS[::2], indirect=True)
 @torch.no_grad()
 def test_the_body_of_a_causal_model(saved, tmp_path):
     """`AutoModel` and the classifiers load its layers and gains, and it loads theirs."""
@@ -154,7 +139,7 @@ def test_the_body_of_a_causal_model(saved, tmp_path):
 @torch.no_grad()
 def test_from_scratch(model_type, scheme):
     """A derived config builds the same model as patching the base config's model."""
-    settings = {**TINY, **TINY_BY_TYPE.get(model_type, {}), "initializer_range": 0.2}
+    settings = {**tiny_settings(model_type), "initializer_range": 0.2}
     built = derived_config(model_type)(qk_norm=SAVED[scheme], **settings)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(built).eval()

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
 
-from hf_qknorm import Scheme, patch_model, set_knee
-from qknorm_tests.tables import TRIED, assert_near, make_batch, randomise, real, sharp_model
+from hf_qknorm import patch_model, set_knee
+from qknorm_tests.tables import TRIED, assert_near, make_batch, randomise, sharp_model
 
 MODELS = [("gpt2", "qkv_norm"), ("gemma2", "soft_cap"), ("llama", "lp"), ("mixtral", "qk_norm_cap"), ("phi3", "none")]
 TOLERANCE = 1e-5
@@ -74,25 +74,11 @@ def test_one_graph_serves_every_knee():
 
 @torch.no_grad()
 def test_an_exported_model_holds_its_knees():
-    model = randomise(patch_model(sharp_model("llama"), TRIED["knee"]))
+    model = randomise(patch_model(sharp_model("llama", num_hidden_layers=1), TRIED["knee"]))
     batch = {**make_batch("left", labels=False), "use_cache": False}
     program = torch.export.export(model, (), batch, strict=False)
-    assert sum(name.endswith("_norm.knee") for name in program.state_dict) == 6
+    assert sum(name.endswith("_norm.knee") for name in program.state_dict) == 3
     assert_near(program.module()(**batch).logits, model(**batch).logits, TOLERANCE)
-
-
-@torch.no_grad()
-def test_padding_in_a_compiled_model():
-    """A trace can't look where padding stands, and is the same for both sides; padding between tokens is refused."""
-    model = randomise(patch_model(sharp_model("mistral", num_hidden_layers=1), Scheme(softcap=2.0)))
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    for kind in ("left", "right"):
-        batch = make_batch(kind, labels=False)
-        actual, expected = (f(**batch, use_cache=False).logits[real(batch)] for f in (compiled, model))
-        assert_near(actual, expected, TOLERANCE, kind)
-    batch["attention_mask"] = make_batch("left")["attention_mask"].roll(4, dims=1)
-    with pytest.raises(RuntimeError, match="keys without a gap"):
-        compiled(**batch, use_cache=False)
 
 
 @pytest.mark.slow

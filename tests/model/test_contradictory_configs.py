@@ -17,6 +17,7 @@ from qknorm_tests.tables import randomise, sharp_model
 from qknorm_tests.tiny import TINY
 
 PLAIN = Scheme(q="rms", k="rms", softcap=5.0)  # of the checkpoint that is edited
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
 
 # Edits of the config.json of a Llama with norms and a cap, and the message of the refusal.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -55,6 +56,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "bogus", "rope_theta": 1e4}},
         "config.json.*can.* be (used|built).*bogus",
     ),
+    "a rotation of more columns than a head has": (
+        {"rope_parameters": {**ROPE, "partial_rotary_factor": 40}},
+        "config.json: rope_parameters.partial_rotary_factor is 40",
+    ),
+    "a negative rotation": ({"rope_parameters": {**ROPE, "partial_rotary_factor": -1}}, "partial_rotary_factor is -1"),
+    "a rotation of text": ({"partial_rotary_factor": "1"}, "partial_rotary_factor is '1', expected a number from 0"),
+    "a scheme without a field": (
+        {"qk_norm": {name: value for name, value in PLAIN.to_dict().items() if name != "softcap"}},
+        "\"qk_norm\" has no 'softcap', expected every field",
+    ),
 }
 
 
@@ -73,44 +84,6 @@ def test_what_is_refused(case, checkpoint):
     changes, message = REFUSED[case]
     with pytest.raises(ValueError, match=message):
         AutoModelForCausalLM.from_pretrained(edit(checkpoint, changes))
-
-
-ROPE = {"rope_type": "default", "rope_theta": 1e4}
-
-
-def load_patched(folder: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(folder / "source")
-
-
-def convert(folder: Path) -> None:
-    convert_checkpoint(folder / "source", folder / "out", "qk_norm")
-
-
-@pytest.mark.parametrize(
-    ("load", "model_type", "changes", "message"),
-    [
-        (
-            convert,
-            "gpt_neox",
-            {"rope_parameters": {**ROPE, "partial_rotary_factor": 40}},
-            "partial_rotary_factor is 40",
-        ),
-        (load_patched, "gpt_neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": -1}}, "_factor is -1"),
-        (convert, "llama", {"partial_rotary_factor": "1"}, "partial_rotary_factor is '1', expected a number from 0"),
-    ],
-)
-def test_a_rotation_of_more_columns_than_a_head_has(model_type, changes, message, load, tmp_path):
-    model = sharp_model(model_type)
-    (patch_model(model, PLAIN) if load is load_patched else model).save_pretrained(tmp_path / "source")
-    edit(tmp_path / "source", changes)
-    with pytest.raises(ValueError, match=f"config.json.*{message}"):
-        load(tmp_path)
-
-
-def test_a_scheme_without_a_field(checkpoint):
-    edit(checkpoint, {"qk_norm": {name: value for name, value in PLAIN.to_dict().items() if name != "softcap"}})
-    with pytest.raises(ValueError, match="\"qk_norm\" has no 'softcap', expected every field"):
-        AutoModelForCausalLM.from_pretrained(checkpoint)
 
 
 def test_architectures_get_the_derived_class_name(checkpoint):
@@ -162,7 +135,7 @@ def test_a_conversion_patches_at_least_one_layer(changes, scheme, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("case", ["a window of text", "architectures", "size"])
+@pytest.mark.parametrize("case", ["a window of text", "a rotation of text", "architectures", "size"])
 def test_a_plain_checkpoint_with_impossible_settings(case, tmp_path):
     sharp_model("llama").save_pretrained(tmp_path / "source")
     changes, message = ({"hidden_size": -1}, "hidden size .-1") if case == "size" else REFUSED[case]
@@ -181,3 +154,19 @@ def test_a_tensor_of_another_size_is_named(checkpoint):
     ):
         AutoModelForCausalLM.from_pretrained(checkpoint)
     AutoModelForCausalLM.from_pretrained(checkpoint, ignore_mismatched_sizes=True)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("mistral", {}),  # has no such switch
+        ("qwen2_moe", {"use_sliding_window": True}),
+        ("qwen2_moe", {"use_sliding_window": False, "layer_types": ["full_attention", "sliding_attention"]}),
+    ],
+)
+def test_a_window_of_0_is_refused_where_a_layer_slides(model_type, settings):
+    """Qwen2-MoE's default is 0, where no layer slides."""
+    plain = {"use_sliding_window": False, "layer_types": 2 * ["full_attention"], "sliding_window": 0}
+    assert derived_config("qwen2_moe")(**TINY, **plain, qk_norm="soft_cap").sliding_window == 0
+    with pytest.raises(ValueError, match="config.json: sliding_window is 0, expected a whole number ≥ 1, or null"):
+        derived_config(model_type)(**{**TINY, "sliding_window": 0, **settings, "qk_norm": "soft_cap"})

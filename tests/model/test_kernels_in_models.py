@@ -1,29 +1,38 @@
-"""Patched models through the fused kernels, against the same models through eager."""
+"""Patched models through the kernels, against the same models through eager: in training and with caches.
 
+Attention by the fused kernels, and norm and RoPE in a kernel in front of every attention function.
+"""
+
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 
 from qknorm_tests.covering import covering
-from qknorm_tests.tables import BATCHES, MODEL_TYPES, applies, sharp_model
+from qknorm_tests.tables import BATCHES, applies, sharp_model
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm import SCHEMES, Scheme, patch_model, set_knee
 from hf_qknorm.attend.functions import REGISTERED
 from hf_qknorm.families.style import CACHE
+from hf_qknorm.model import raw_heads
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.ops import reference
+from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.triton import attention as triton_attention
+from hf_qknorm.ops.triton import norm_rope
 from qknorm_tests.error_budget import error
 from qknorm_tests.kernel_models import DEVICE, OTHERS, assert_same, batch, counted, outputs, patched
 from qknorm_tests.random_qkv import make_qkv
 
+TYPES = ("gemma2", "gpt2", "gpt_neox", "llama", "mistral")  # caps and windows, no RoPE, partial RoPE, plain, windows
 CASES = [
     *covering(
-        MODEL_TYPES, SCHEMES, BATCHES, fits=lambda t, name, _: name != "none" and applies(t, SCHEMES[name]), strength=1
+        TYPES, SCHEMES, BATCHES, fits=lambda t, name, _: name != "none" and applies(t, SCHEMES[name]), strength=1
     ),
     *(("llama", scheme, "left") for scheme in ("knee", *OTHERS)),
     ("mimo_v2_flash", "qk_norm_cap", "left"),  # narrow values
@@ -35,12 +44,19 @@ CASES = [
 def test_the_kernels_give_what_eager_gives(
     model_type: str, scheme: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With a cache, which is transformers' default, results are the same, and the norm is in the kernel."""
     model = patched(model_type, scheme)
     expected = outputs(model, "hf_qknorm_eager", kind)
-    calls = []
+    calls: list[Any] = []
     monkeypatch.setattr(triton_attention, "forward", counted(triton_attention.forward, calls))
-    assert_same(outputs(model, "hf_qknorm_triton", kind), expected)
+    got = outputs(model, "hf_qknorm_triton", kind)
+    assert_same(got, expected)
     assert len(calls) == len(patched_layers(model))
+    if (model_type, scheme) == ("llama", "knee"):
+        monkeypatch.setattr(library, "fused_attention", counted(library.fused_attention, fused := []))
+        cached = outputs(model, "hf_qknorm_triton", kind, use_cache=True)
+        assert fused[0][0].q_norm.gain is not None
+        assert all(torch.equal(cached[name], value) for name, value in got.items())
 
 
 WIDTHS = [(16, 8), (8, 16), (12, 4)]
@@ -91,6 +107,19 @@ def test_a_norm_with_a_hook_runs_as_a_module() -> None:
     assert len(seen) == 2
 
 
+def test_a_knee_may_move_between_the_passes() -> None:
+    model, found = patched("llama", "knee"), []
+    model.set_attn_implementation("hf_qknorm_triton")
+    for moved in (False, True):
+        model.zero_grad()
+        loss = model(**batch("plain"), use_cache=False).loss
+        if moved:
+            set_knee(model, 0.25)
+        loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert_same(*found)
+
+
 @pytest.mark.slow
 def test_one_compiled_graph_is_the_plain_model_at_every_knee() -> None:
     model = patched("llama", "knee")
@@ -131,3 +160,133 @@ def test_calls_that_the_kernels_do_not_take_are_refused_with_the_reason() -> Non
         model(tokens, attention_mask=holes, use_cache=False)
     with pytest.raises(ValueError, match=r"hf_qknorm_triton.*got torch\.float64"):
         model.double()(tokens, use_cache=False)
+
+
+def test_gradients_flow_through_the_cache() -> None:
+    """Cached keys of a first pass with gradients carry them into the next pass."""
+    model = patched("llama", "qk_norm_cap")
+    first, rest = batch("plain")["input_ids"].split([7, 13], 1)
+    found = []
+    for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
+        model.set_attn_implementation(backend)
+        model.zero_grad()
+        cache = model(first, use_cache=True)[CACHE]
+        logits = model(rest, **{CACHE: cache}).logits
+        logits.sin().sum().backward()
+        grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"logits": logits.detach(), **grads})
+    assert_same(*found)
+
+
+PIECES = [
+    ("mistral", "dynamic", lambda config: DynamicCache(config=config)),  # with sliding layers
+    ("mistral", "just long enough", lambda config: StaticCache(config, max_cache_len=20)),
+    ("llama", "compiled", lambda config: StaticCache(config, max_cache_len=32)),
+]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(("model_type", "kind", "make"), PIECES, ids=[kind for _, kind, _ in PIECES])
+@torch.no_grad()
+def test_a_full_pass_in_pieces(model_type: str, kind: str, make: Any) -> None:
+    """The first piece fills the cache, beside the fused kernels; the others read it. A reset cache serves again."""
+    model = patched(model_type, "qk_norm_cap")
+    tokens = batch("plain")["input_ids"]
+    model.set_attn_implementation("hf_qknorm_triton")
+    whole, cache = model(tokens, use_cache=False).logits, make(model.config)
+    sizes = [6, 1, 1] if kind == "compiled" else [6, 1, 7, 1, 5]
+    for _ in range(2 if kind == "just long enough" else 1):
+        pieces, run, start = [], model, 0
+        for size in sizes:
+            places = torch.arange(start, start + size, device=DEVICE).expand(2, -1)
+            pieces.append(run(tokens[:, start : start + size], position_ids=places, **{CACHE: cache}).logits)
+            start += size
+            if kind == "compiled" and run is model:
+                torch._dynamo.reset()
+                run = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(torch.cat(pieces, 1), whole[:, :start], rtol=1e-4, atol=1e-4)
+        cache.reset()
+
+
+BACKENDS = ["sdpa", "eager", "hf_qknorm_eager", "hf_qknorm_tiled", *(["flex_attention"] if DEVICE == "cuda" else [])]
+Results = dict[str, Tensor]
+
+
+def evaluated(model: Any, backend: str) -> Results:
+    """Logits without gradients: flex attention has none on a CPU, and runs there without its compiler."""
+    model.set_attn_implementation(backend)
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        return {"logits": model(**batch("plain", labels=False), use_cache=False).logits}
+
+
+def generated(model: Any, backend: str, cache: str) -> Results:
+    """Logits of greedy tokens."""
+    model.set_attn_implementation(backend)
+    settings: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "output_logits": True, "disable_compile": True}
+    settings |= {"return_dict_in_generate": True, "cache_implementation": cache}
+    return {"logits": torch.stack(model.generate(**batch("left", labels=False), **settings).logits)}
+
+
+def assert_fused(compute: Callable[[], Results], monkeypatch: pytest.MonkeyPatch, **passes: int) -> None:
+    """Norm and RoPE by the kernel, as on CUDA, compute the same as without, in so many passes of the kernel."""
+    monkeypatch.setattr(raw_heads, "device_type", lambda x: "meta")
+    expected, seen = compute(), []
+    monkeypatch.setattr(raw_heads, "device_type", lambda x: "cuda")
+    for name in ("forward", "backward"):
+        calls: list[Any] = []
+        monkeypatch.setattr(norm_rope, name, counted(getattr(norm_rope, name), calls))
+        seen.append((name, calls))
+    assert_same(compute(), expected)
+    assert {name: len(calls) for name, calls in seen if calls} == passes
+
+
+@pytest.mark.parametrize(
+    ("model_type", "backend"), covering(["llama", "gpt2", "phi3", "gpt_neox"], BACKENDS, strength=1)
+)
+def test_norms_in_a_kernel_train(model_type: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patched(model_type, "qk_norm")
+    assert_fused(lambda: outputs(model, backend, "right"), monkeypatch, forward=1, backward=1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "backend", "cache", "passes"),
+    [
+        ("llama", "knee", "sdpa", "dynamic", 4),
+        ("glm", "qk_norm", "hf_qknorm_tiled", "dynamic", 4),
+        ("gpt_neox", "qk_norm_cap", "hf_qknorm_eager", "static", 4),
+        ("llama", "qk_norm_cap", "hf_qknorm_triton", "static", 4),
+        ("llama", "qk_norm_cap", "hf_qknorm_triton", "dynamic", 5),  # raw heads first, and their keys for the cache
+    ],
+)
+def test_norms_in_a_kernel_generate(
+    model_type: str, scheme: str, backend: str, cache: str, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patched(model_type, scheme)
+    assert_fused(lambda: generated(model, backend, cache), monkeypatch, forward=passes)
+
+
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # of transformers
+def test_models_of_two_families_in_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each keeps its own rotation: Llama turns halves of a head, GLM neighbours in a part of it."""
+    models = [patched(model_type, "qk_norm").eval() for model_type in ("llama", "glm")]
+    for model in (*models, models[0]):
+        with monkeypatch.context() as patch:
+            assert_fused(lambda model=model: evaluated(model, "flex_attention"), patch, forward=1)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")
+def test_norms_in_a_kernel_under_gradient_checkpointing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The forward pass runs twice."""
+    model = patched("llama", "qk_norm_cap").train()
+    model.gradient_checkpointing_enable()
+    assert_fused(lambda: outputs(model, "hf_qknorm_tiled", "plain"), monkeypatch, forward=2, backward=1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scheme"), [("llama", "none"), ("deepseek_v3", "soft_cap"), ("qwen3", "soft_cap")]
+)
+def test_layers_without_norms_of_the_scheme_keep_the_models_own(
+    model_type: str, scheme: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patch_model(sharp_model(model_type, num_hidden_layers=1), scheme, attn_implementation="hf_qknorm_eager")
+    assert_fused(lambda: evaluated(model.to(DEVICE), "hf_qknorm_eager"), monkeypatch)

@@ -1,4 +1,7 @@
-"""Ranks that start from different calibrations, and KneeSchedule under DeepSpeed's ZeRO and FSDP 1."""
+"""Ranks that start from different calibrations, and KneeSchedule under DeepSpeed's ZeRO.
+
+Under FSDP: `tests/training/test_sharded.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm.model.knees import knee_of
 from qknorm_tests.kneed import kneed, logits
-from qknorm_tests.moved_run import lowered
 from qknorm_tests.pair import of_task, run_once, run_pairs
 
 pytestmark = pytest.mark.slow
@@ -39,14 +41,6 @@ def test_the_second_rank_has_the_knees_of_the_first(ran: Callable[[str], Path]) 
     torch.testing.assert_close(
         found, logits(kneed("lp")), rtol=1e-6, atol=1e-6
     )  # shards may be summed in another order
-
-
-def test_a_knee_falls_in_flat_shards_as_in_one_process(ran: Callable[[str], Path]) -> None:
-    model = kneed()
-    lowered(model, slice(None))
-    assert knee_of(model) == 0
-    found = load_file(ran("fsdp1") / "logits.safetensors")["logits"]
-    torch.testing.assert_close(found, logits(model.eval()), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("task", SCHEDULED)

@@ -10,8 +10,6 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm import (
     SCHEMES,
-    LogitMonitor,
-    QKClip,
     calibrate,
     patch_model,
     unpatch_model,
@@ -19,7 +17,6 @@ from hf_qknorm import (
 from hf_qknorm.model.derived import QKNormModel, derived_config
 from hf_qknorm.standalone.generate import add_standalone
 from qknorm_tests.folders import contents
-from qknorm_tests.short_runs import StopAt, assert_equal_weights, trainer
 from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
 from qknorm_tests.tiny import TINY
 
@@ -54,24 +51,3 @@ def test_a_stored_none_stays_stored(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "first").save_pretrained(tmp_path / "second")
     assert json.loads((tmp_path / "first" / "config.json").read_text())["model_type"] == "qknorm_llama"
     assert contents(tmp_path / "second") == contents(tmp_path / "first")
-
-
-def test_the_checkpoints_of_a_watched_run(tmp_path):
-    """Trainer's checkpoints are of the base type, and a run resumes from one as if it had not stopped."""
-
-    def run(folder, *callbacks, **options):
-        model = patch_model(sharp_model("llama"), "none")
-        monitor, clip = LogitMonitor(every=2, path=tmp_path / folder / "log.jsonl"), QKClip(model, threshold=2.0)
-        made = trainer(model, tmp_path / folder, save_strategy="steps", save_steps=4)
-        for callback in (monitor, clip, *callbacks):
-            made.add_callback(callback)
-        made.train(**options)
-        return model
-
-    whole = run("whole")
-    run("stopped", StopAt(4))
-    checkpoint = tmp_path / "stopped" / "checkpoint-4"
-    assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "llama"
-    resumed = run("stopped", resume_from_checkpoint=str(checkpoint))
-    assert_equal_weights(resumed, whole)
-    assert type(AutoModelForCausalLM.from_pretrained(checkpoint)).__name__ == "LlamaForCausalLM"

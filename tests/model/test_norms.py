@@ -1,20 +1,35 @@
-"""`HeadNorm`: its parameters, their initial values, and its result."""
+"""`HeadNorm`: its parameters and initial values, and its knee: a buffer, which no cast changes, and the kept length."""
+
+from __future__ import annotations
+
+import math
+import re
 
 import pytest
 import torch
 import torch.nn.utils.parametrize
+from torch import Tensor
 
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
+from hf_qknorm.ops.norms import Shape, shown_knee
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, SCHEMES, Scheme
 from qknorm_tests.covering import covering
 
 HEADS, DIM = 3, 16
 SHAPES = {"shared": (DIM,), "per_head": (HEADS, DIM), "scalar": (1,), "none": None}
+NORMS = [("rms", 2.0), ("layer", 2.0), ("l2", 2.0), *(("lp", p) for p in (1.0, 2.0, 3.0, 8.0))]
 
 
-def scheme_of(norm: str, gain: str, bias: bool | None = None) -> Scheme:
-    return Scheme(q=norm, gain=gain, bias=bias, p=3 if norm == "lp" else 2)
+def make(norm: str = "rms", p: float = 2.0, knee: float = 4.0, power: float = 3.0, **options: object) -> HeadNorm:
+    module = HeadNorm(norm, Scheme(q=norm, p=p), HEADS, DIM, **options)  # type: ignore[arg-type]
+    if knee:
+        module.set_shape(module.rounded(knee, power, 8.0))
+    return module
+
+
+def draw() -> Tensor:
+    return torch.randn(2, 5, HEADS, DIM, generator=torch.Generator().manual_seed(0))
 
 
 def shape_of(parameter: torch.nn.Parameter | None) -> tuple[int, ...] | None:
@@ -26,19 +41,12 @@ def shape_of(parameter: torch.nn.Parameter | None) -> tuple[int, ...] | None:
     covering(GAINS, (None, False, True), ("rms", "layer"), fits=lambda g, b, _: not b or g in CHANNEL_GAINS),
 )
 def test_parameters_have_the_schemes_shapes_and_fresh_values(gain: str, bias: bool | None, norm: str) -> None:
-    module = HeadNorm(norm, scheme_of(norm, gain, bias), HEADS, DIM, initial_gain=1.5)
+    module = HeadNorm(norm, Scheme(q=norm, gain=gain, bias=bias), HEADS, DIM, initial_gain=1.5)
     biased = (norm == "layer" if bias is None else bias) and gain in CHANNEL_GAINS
     assert shape_of(module.weight) == SHAPES[gain]
     assert shape_of(module.bias) == (SHAPES[gain] if biased else None)
     assert module.weight is None or (module.weight == 1.5).all()
     assert module.bias is None or (module.bias == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("length", "g"), [(128, 13.99), (512, 18.0), (1024, 20.0), (2048, 22.0), (4096, 24.0), (8192, 26.0)]
-)
-def test_the_initial_scalar_is_henrys(length: int, g: float) -> None:
-    assert initial_scalar_gain(SCHEMES["henry"], "l2", length, 64, scale=1.0) == pytest.approx(g, abs=0.005)
 
 
 @pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0, 4.0])
@@ -59,7 +67,7 @@ def test_p_does_not_change_the_size_of_fresh_logits(p: float) -> None:
 @pytest.mark.parametrize("way", ["parametrization", "functional call", "attribute"])
 def test_the_gain_is_the_modules_wherever_it_is_kept(way: str) -> None:
     """FSDP's flat parameters keep views of them as plain attributes."""
-    module, x = HeadNorm("rms", scheme_of("rms", "shared"), HEADS, DIM), torch.randn(2, 5, HEADS, DIM)
+    module, x = make(knee=0.0), draw()
     expected = 2 * module(x)
     doubled = 2 * module.weight.detach()
     if way == "functional call":
@@ -77,3 +85,62 @@ def test_the_gain_is_the_modules_wherever_it_is_kept(way: str) -> None:
 class _Doubled(torch.nn.Module):
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         return 2 * weight
+
+
+def test_a_search_in_powers_of_the_root_of_two_finds_them_again() -> None:
+    for i in range(-4, 12):
+        assert make(knee=2 ** (i / 2), power=0.37).ratio == pytest.approx(2 ** (i / 2), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("norm", "knee"), covering(NORMS, [0.0, 1e-9, 2.0, 1000.0, 2.0**30, math.inf], strength=1), ids=str
+)
+def test_a_vector_of_the_mean_size_passes_unchanged(norm: tuple[str, float], knee: float) -> None:
+    norm, p = norm
+    module = HeadNorm(norm, Scheme(q=norm, p=p, bias=False), HEADS, DIM)
+    module.set_shape(module.rounded(knee, 5.0, 8.0))
+    x = draw() - draw().mean(-1, keepdim=True) if norm == "layer" else draw()
+    power = x.abs().pow(module.order).mean(-1, keepdim=True)
+    x = x * (module.mean_power() / power) ** (1 / module.order)
+    torch.testing.assert_close(module(x), x, rtol=2e-6, atol=1e-6)
+    assert (module.ratio == math.inf) == (knee >= 2.0**30)
+
+
+@pytest.mark.parametrize(
+    ("knee", "power"), [(1.0, math.nan), (1.0, math.inf), (1.0, -1.0), (-1.0, 1.0), (math.nan, 1.0)]
+)
+def test_impossible_numbers_are_refused(knee: float, power: float) -> None:
+    with pytest.raises(ValueError, match=r"a knee of .* and a mean \|x\|ᵖ of .*expected numbers ≥ 0"):
+        make().rounded(knee, power, 1.0)
+    with pytest.raises(ValueError, match="beyond fp32"):
+        make().rounded(16.0, 1e38, 1.0)
+
+
+# A stored knee, or none, and the end of the refusal.
+BROKEN = {
+    "shape": (torch.ones(2), "knee has shape [2], expected [3]"),
+    "integers": (torch.ones(3, dtype=torch.int32), "knee has dtype int32"),
+    "8 bits": (torch.ones(3).to(torch.float8_e4m3fn), "knee has dtype float8_e4m3fn"),
+    "NaN": (torch.tensor([math.nan, 0.0, 1.0]), "knee is [nan, 0.0, 1.0], expected three finite numbers"),
+    "sharpness": (torch.tensor([1.0, 1.0, 0.0]), "knee is [1.0, 1.0, 0.0], expected three finite numbers, the last at"),
+    "none": (None, "knee is not: it was written by a version before 1.0: convert it again"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("case", BROKEN)
+def test_an_impossible_knee_is_not_loaded(case: str, strict: bool) -> None:
+    knee, message = BROKEN[case]
+    state = {"weight": torch.ones(DIM)} | ({} if knee is None else {"knee": knee})
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        make().load_state_dict(state, strict=strict)
+
+
+def test_a_knee_is_shown() -> None:
+    assert "knee=2, sharpness=8" in str(make(knee=2.0, power=1e-6 * 2**20))
+    assert "knee=∞" in str(make(knee=math.inf))
+    assert "knee" not in str(make(knee=0.0))
+    assert [shown_knee(x) for x in (0.0, 2.0**0.5, 2.0**30, math.inf)] == ["0", "1.41", "∞", "∞"]
+    module = make(knee=0.0)
+    module.set_shape(Shape(10.0))
+    assert "eps=0.001024" in str(module)

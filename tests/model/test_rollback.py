@@ -10,21 +10,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from hf_qknorm import calibrate, patch_model, remove_norms, set_knee, unpatch_model
 from qknorm_tests.tables import make_batch, sharp_model
+from qknorm_tests.tiny_towers import tiny_towers
 
 PLACES = 10  # of all lines that the package runs, taken evenly
-
-
-def llava() -> LlavaForConditionalGeneration:
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    text = {"model_type": "llama", "vocab_size": 64, **sizes}
-    vision = {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 8, **sizes}
-    torch.manual_seed(0)
-    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text)).eval()
 
 
 def patched(scheme: str) -> Callable[[], Any]:
@@ -47,9 +38,9 @@ CHANGES = {
     "patch": (lambda: sharp_model("llama"), patch_model),
     "patch by none": (lambda: sharp_model("llama"), lambda model: patch_model(model, "none")),
     "fold": (lambda: sharp_model("llama"), lambda model: patch_model(model, "qkv_norm")),
-    "patch a tower": (llava, patch_model),
+    "patch a tower": (lambda: tiny_towers("llava"), patch_model),
     "unpatch": (patched("qk_norm_cap"), unpatch_model),
-    "unpatch a tower": (lambda: patch_model(llava()), unpatch_model),
+    "unpatch a tower": (lambda: patch_model(tiny_towers("llava")), unpatch_model),
     "set_knee": (calibrated, lambda model: set_knee(model, 2.0)),
     "remove_norms": (opened, remove_norms),
 }
@@ -57,7 +48,7 @@ CHANGES = {
 
 def state(model: Any) -> dict[str, Any]:
     """Everything that a change may change, in a form that compares."""
-    found: dict[str, Any] = {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    found: dict[str, Any] = {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()}
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         own = {

@@ -7,6 +7,7 @@ cap and the window of the config, and the scale of the model's own forward.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -115,63 +116,55 @@ def test_a_server_computes_the_same(name, tmp_path):
     assert all(len(layer.keys) == 1 + LENGTH - PROMPT for layer in layers.values())  # no call went another way
 
 
-# What a server's attention is changed to, and what the refusal says of it.
-CHANGES: dict[str, tuple[dict[str, Any], str]] = {
-    "another cap": ({"impl": SimpleNamespace(scale=0.25, logits_soft_cap=0.5)}, "the cap 5.0, .* apply 0.5"),
-    "no cap": ({"impl": SimpleNamespace(scale=0.25, logits_soft_cap=0)}, "the cap 5.0, .* apply none"),
-    "an unknown cap": ({"impl": SimpleNamespace(scale=0.25)}, "the cap 5.0, .* apply an unknown one"),
-    "another scale": ({"impl": SimpleNamespace(scale=1.0, logits_soft_cap=5.0)}, "the scale 0.25, .* apply 1"),
-    "no window": ({"sliding_window": None}, r"the window \d+, .* apply none"),
-}
+def no_window(model: Any, layers: Any) -> None:
+    layers[1].sliding_window = None
 
 
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("name", ["mixtral normed and capped", "qwen3 with windows"])
+def applies(**settings: Any) -> Callable[[Any, Any], None]:
+    """A server that applies these settings in the second layer."""
+    return lambda model, layers: setattr(layers[1], "impl", SimpleNamespace(**settings))
+
+
+def fewer_heads(model: Any, layers: Any) -> None:
+    """Of tensor parallel workers, each computes every head of a type whose projections are not sharded."""
+    layers[1].num_heads = 2
+
+
+def more_gains(model: Any, layers: Any) -> None:
+    norm = patched_layers(model)["model.layers.1.self_attn"].k_norm
+    norm.weight = nn.Parameter(norm.weight.repeat(2, 1))
+
+
+def sinks(model: Any, layers: Any) -> None:
+    patched_layers(model)["model.layers.1.self_attn"].sinks = torch.zeros(4)
+
+
+CAPPED, BY_HEAD = "mixtral normed and capped", "llama by head, values too"
+SERVE, DIVIDE = (
+    "vLLM can't serve this checkpoint: layer 1 has the ",
+    "vLLM can't divide this checkpoint .* layer 1 computes ",
+)
+REFUSED: list[tuple[str, Callable[[Any, Any], None], str]] = [
+    (CAPPED, applies(scale=0.25, logits_soft_cap=0.5), f"{SERVE}cap 5.0, .* apply 0.5"),
+    (CAPPED, applies(scale=0.25, logits_soft_cap=0), f"{SERVE}cap 5.0, .* apply none"),
+    (CAPPED, applies(scale=0.25), f"{SERVE}cap 5.0, .* apply an unknown one"),
+    (CAPPED, applies(scale=1.0, logits_soft_cap=5.0), f"{SERVE}scale 0.25, .* apply 1"),
+    (CAPPED, no_window, rf"{SERVE}window \d+, .* apply none"),
+    ("qwen3 with windows", applies(scale=0.25, logits_soft_cap=0.5), f"{SERVE}cap 5.0, .* apply 0.5"),  # own forward
+    ("qwen3 with windows", no_window, rf"{SERVE}window \d+, .* apply none"),
+    ("llama by Henry et al.", fewer_heads, f"{DIVIDE}4 heads in each, and vLLM would attend with 2"),
+    (BY_HEAD, more_gains, f"{DIVIDE}2 heads in each, and k_norm has gains for 4"),
+    (CAPPED, sinks, f"{SERVE}sinks"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), REFUSED)
 @torch.no_grad()
-def test_what_a_server_would_not_do_is_refused(change, name):
-    """Qwen 3 runs its own forward."""
-    attributes, message = CHANGES[change]
+def test_what_a_server_would_not_do_is_refused(name, change, message):
     model = made(name)
     model.set_attn_implementation("vllm")
     layers = served(model)
     model(TOKENS, use_cache=False)
-    for name_, value in attributes.items():
-        setattr(layers[1], name_, value)
-    with pytest.raises(ValueError, match=f"vLLM can't serve this checkpoint: layer 1 has {message}"):
-        model(TOKENS, use_cache=False)
-
-
-@torch.no_grad()
-def test_a_part_of_the_heads_is_refused():
-    """Tensor parallel workers compute every head of a type whose projections are not sharded."""
-    model = made("llama by Henry et al.")
-    model.set_attn_implementation("vllm")
-    layers = served(model)
-    for layer in layers.values():
-        layer.num_heads = 4
-    model(TOKENS, use_cache=False)
-    layers[1].num_heads = 2
-    with pytest.raises(ValueError, match="vLLM can't divide this checkpoint among processes: layer 1 computes 4"):
-        model(TOKENS, use_cache=False)
-
-
-@torch.no_grad()
-def test_gains_by_head_are_not_divided():
-    model = made("llama by head, values too")
-    model.set_attn_implementation("vllm")
-    layer = next(iter(patched_layers(model).values()))
-    served(model)
-    layer.k_norm.weight = nn.Parameter(layer.k_norm.weight.repeat(2, 1))
-    with pytest.raises(ValueError, match="layer 0 computes 2 heads in each, and k_norm has gains for 4"):
-        model(TOKENS, use_cache=False)
-
-
-@torch.no_grad()
-def test_sinks_are_not_lost():
-    model = patch_model(sharp_model("gpt_oss"), "qk_norm").eval()
-    for layer in patched_layers(model).values():
-        layer.config._attn_implementation_internal = "vllm"
-        layer.config.sliding_window = None
-    served(model)
-    with pytest.raises(ValueError, match="vLLM can't serve this checkpoint: layer 0 has the sinks"):
+    change(model, layers)
+    with pytest.raises(ValueError, match=message):
         model(TOKENS, use_cache=False)

@@ -53,8 +53,11 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gain", SCHEMES)
-def test_two_processes_compute_what_one_does(gain, folder_of):
+def test_two_processes_compute_and_save_what_one_does(gain, folder_of):
     model = made(gain)
+    saved = AutoModelForCausalLM.from_pretrained(folder_of(gain) / "saved").state_dict()
+    for name, value in model.state_dict().items():
+        assert torch.equal(saved[name], value), name
     result = model(**make_batch("plain"))
     result.loss.backward()
     parallel = load_file(folder_of(gain) / "parallel.safetensors")
@@ -66,14 +69,6 @@ def test_two_processes_compute_what_one_does(gain, folder_of):
     for name, gradient in gradients.items():
         scale = float(gradient.abs().max())
         torch.testing.assert_close(parallel[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gain", SCHEMES)
-def test_what_two_processes_save_is_whole(gain, folder_of):
-    saved = AutoModelForCausalLM.from_pretrained(folder_of(gain) / "saved").state_dict()
-    for name, value in made(gain).state_dict().items():
-        assert torch.equal(saved[name], value), name
 
 
 @pytest.mark.parametrize("gain", STYLES)

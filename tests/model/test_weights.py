@@ -10,6 +10,7 @@ import pytest
 from torch import nn
 
 from hf_qknorm import QKClip, calibrate, patch_model, remove_norms, set_knee
+from qknorm_tests.covering import covering
 from qknorm_tests.kneed import kneed, knees_of
 from qknorm_tests.tables import fingerprint, make_batch, sharp_model
 
@@ -48,19 +49,18 @@ def tie_values(first: Any, last: Any) -> None:
     first.v_proj.weight = first.k_proj.weight
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-@pytest.mark.parametrize(
-    ("tie", "names"),
-    [
-        (tie_sides, r"0\.self_attn\.q_proj\.weight and \S+0\.self_attn\.k_proj\.weight"),
-        (tie_layers, r"0\.self_attn\.q_proj\.bias and \S+1\.self_attn\.q_proj\.bias"),
-        (tie_memory, r"0\.self_attn\.k_proj\.weight and \S+1\.self_attn\.k_proj\.weight"),
-        (tie_values, r"0\.self_attn\.k_proj\.weight and \S+0\.self_attn\.v_proj\.weight"),
-    ],
-)
-def test_shared_weights_are_refused_by_name(tool, tie, names):
+TIES = [
+    (tie_sides, r"0\.self_attn\.q_proj\.weight and \S+0\.self_attn\.k_proj\.weight"),
+    (tie_layers, r"0\.self_attn\.q_proj\.bias and \S+1\.self_attn\.q_proj\.bias"),
+    (tie_memory, r"0\.self_attn\.k_proj\.weight and \S+1\.self_attn\.k_proj\.weight"),
+    (tie_values, r"0\.self_attn\.k_proj\.weight and \S+0\.self_attn\.v_proj\.weight"),
+]
+
+
+@pytest.mark.parametrize(("tool", "tied"), covering(TOOLS, TIES))
+def test_shared_weights_are_refused_by_name(tool, tied):
     """A change would act on both places, or twice on one."""
-    prepare, change = TOOLS[tool]
+    (prepare, change), (tie, names) = TOOLS[tool], tied
     model = prepare(sharp_model("llama", **LLAMA))
     first, last = (layer.self_attn for layer in model.model.layers)
     tie(first, last)

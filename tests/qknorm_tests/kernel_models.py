@@ -20,9 +20,7 @@ def batch(kind: str, **options: bool) -> dict[str, Any]:
     return {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in found.items()}
 
 
-def outputs(  # type: ignore[no-untyped-def]
-    model, backend: str, kind: str, use_cache: bool = False
-) -> dict[str, Tensor]:
+def outputs(model: Any, backend: str, kind: str, use_cache: bool = False) -> dict[str, Tensor]:
     """Logits, loss and every gradient."""
     model.set_attn_implementation(backend)
     model.zero_grad()
@@ -44,7 +42,7 @@ OTHERS = {
 }
 
 
-def patched(model_type: str, scheme: str):  # type: ignore[no-untyped-def]
+def patched(model_type: str, scheme: str) -> Any:
     layers = 2 if model_type in ("gemma2", "mimo_v2_flash") else 1  # these have layers that differ
     model = sharp_model(model_type, num_hidden_layers=layers)
     patch_model(model, {**TRIED, **OTHERS}[scheme], attn_implementation="hf_qknorm_eager")

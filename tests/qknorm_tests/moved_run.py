@@ -15,14 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainingArguments
 
-from hf_qknorm import KneeSchedule, set_knee
+from hf_qknorm import KneeSchedule
 from hf_qknorm.model.knees import knee_of
-from qknorm_tests.kneed import kneed, logits, plain
-from qknorm_tests.short_runs import counting
+from qknorm_tests.kneed import kneed, logits
+from qknorm_tests.short_runs import trainer
 
 STEPS = 4
 ZERO = {
@@ -42,14 +41,8 @@ def by_ddp(folder: Path, rank: int) -> Any:
 
 
 def trained(model: Any, folder: Path, steps: int = STEPS, resume: Path | None = None, **options: Any) -> Any:
-    settings: dict[str, Any] = {
-        **{"per_device_train_batch_size": 4, "max_steps": steps, "save_strategy": "steps", "save_steps": 2},
-        **{"learning_rate": 1e-2, "report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1},
-    }
-    schedule = KneeSchedule(share=0.75, target=1.0)
-    run = Trainer(
-        model, TrainingArguments(folder, **settings, **options), train_dataset=counting(), callbacks=[schedule]
-    )
+    settings = {"per_device_train_batch_size": 4, "max_steps": steps, "save_strategy": "steps", "save_steps": 2}
+    run = trainer(model, folder, KneeSchedule(share=0.75, target=1.0), **settings, **options)
     run.train(resume_from_checkpoint=None if resume is None else str(resume))
     return run
 
@@ -82,32 +75,10 @@ def by_zero(folder: Path, rank: int, stage: int) -> None:
     run_schedule(folder, rank, lambda: AutoModelForCausalLM.from_pretrained(folder / "converted"), deepspeed=config)
 
 
-def lowered(model: Any, rows: slice) -> None:
-    """Train with a knee that falls from 4 to 0."""
-    schedule, optimizer = KneeSchedule(share=1.0), torch.optim.SGD(model.parameters(), 0.5)
-    for step in range(STEPS + 1):
-        set_knee(model, schedule.at(step, STEPS, 4.0))
-        tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(step))[rows]
-        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def by_fsdp1(folder: Path, rank: int) -> Any:
-    """Its parameters are flat; the state dict is whole."""
-    sharded = FullyShardedDataParallel(kneed(), use_orig_params=False, device_id=torch.device("cpu"))
-    lowered(sharded, slice(rank, rank + 1))
-    model = plain()
-    with FullyShardedDataParallel.state_dict_type(sharded, StateDictType.FULL_STATE_DICT):
-        model.load_state_dict(sharded.state_dict())
-    return model
-
-
 TASKS: dict[str, Callable[[Path, int], Any]] = {
     "ddp": by_ddp,
     "zero2": lambda folder, rank: by_zero(folder, rank, 2),
     "zero3": lambda folder, rank: by_zero(folder, rank, 3),
-    "fsdp1": by_fsdp1,
 }
 
 

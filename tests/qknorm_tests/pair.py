@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from filelock import FileLock
+from torch.multiprocessing import start_processes
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from qknorm_tests import seeds  # noqa: F401  # the ranks draw what the test draws
@@ -82,43 +79,28 @@ def of_task(folder: Path, task: str) -> Path:
 
 
 def run_pair(main: Callable[[str, str], None], task: str, folder: str) -> None:
-    fork = multiprocessing.get_context("fork")
-    logs = [Path(folder, f"{task}.{rank}.log") for rank in range(2)]
-    ranks = [fork.Process(target=run_rank, args=(rank, logs[rank], main, task, folder)) for rank in range(2)]
-    for rank in ranks:
-        rank.start()
-    wait_for(ranks)
-    codes = tuple(rank.exitcode for rank in ranks)
-    if any(codes):
-        ends = [f"-- rank {rank}:\n{log.read_text(errors='replace')[-8000:]}" for rank, log in enumerate(logs)]
-        report = "\n".join([f"{task}: exit codes {codes}", *ends])
-        Path(folder, f"{task}.failed").write_text(report)
+    """Run both ranks; a report holds the trace of one that fails, or where each is that takes too long."""
+    end, arguments = time.monotonic() + PATIENCE, (main, task, folder)
+    ranks = start_processes(run_rank, arguments, nprocs=2, join=False, start_method="fork")
+    try:
+        while not ranks.join(timeout=5, grace_period=GRACE):
+            if time.monotonic() > end:
+                raise TimeoutError(f"{task} takes longer than {PATIENCE} s")
+    except Exception as error:
+        logs = [log.read_text(errors="replace")[-8000:] for log in sorted(Path(folder).glob(f"{task}.*.log"))]
+        Path(folder, f"{task}.failed").write_text("\n-- rank\n".join([f"{task}: {error}", *logs]))
+        for rank in ranks.processes:
+            rank.kill()
 
 
-def wait_for(ranks: list[Any]) -> None:
-    """Wait for both; those that take too long print where they are, and are killed."""
-    end = time.monotonic() + PATIENCE
-    while running := [rank for rank in ranks if rank.exitcode is None]:
-        wait([rank.sentinel for rank in running], max(end - time.monotonic(), 0))
-        if any(rank.exitcode for rank in ranks):
-            end = min(end, time.monotonic() + GRACE)
-        if time.monotonic() >= end:
-            for rank in running:
-                if rank.exitcode is None:
-                    os.kill(rank.pid, signal.SIGUSR1)
-                    rank.join(1)
-                    rank.kill()
-                rank.join()
-
-
-def run_rank(rank: int, log: Path, main: Callable[[str, str], None], task: str, folder: str) -> None:
-    with log.open("w") as file:
+def run_rank(rank: int, main: Callable[[str, str], None], task: str, folder: str) -> None:
+    with Path(folder, f"{task}.{rank}.log").open("w") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
     faulthandler.enable()  # where it crashes
-    faulthandler.register(signal.SIGUSR1)  # where it waits
+    faulthandler.dump_traceback_later(PATIENCE - 10)  # where it waits
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
     torch.set_num_threads(1)
-    store = log.with_name(f"{task}.store").absolute()  # a port that is free now may be taken a moment later
+    store = Path(folder, f"{task}.store").absolute()  # a port that is free now may be taken a moment later
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     main(task, folder)
     dist.destroy_process_group()

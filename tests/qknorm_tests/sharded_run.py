@@ -122,8 +122,14 @@ def knee_by_fsdp(rows: slice) -> nn.Module:
     return model
 
 
-def by_fsdp1() -> FullyShardedDataParallel:
-    return FullyShardedDataParallel(kneed(), use_orig_params=True, device_id=torch.device("cpu"))
+def by_fsdp1(flat: bool = False) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(kneed(), use_orig_params=not flat, device_id=torch.device("cpu"))
+
+
+def knee_by_flat_shards(rows: slice) -> nn.Module:
+    model = by_fsdp1(flat=True)
+    lower(model, rows)
+    return model
 
 
 def knee_after_pass(rows: slice) -> nn.Module:
@@ -144,7 +150,7 @@ def knee_of_whole(rows: slice) -> nn.Module:
 
 
 WAYS = {"ddp": by_ddp, "fsdp": by_fsdp, "fsdp-resumed": by_fsdp_resumed}
-KNEES = {"ddp": knee_by_ddp, "fsdp": knee_by_fsdp}
+KNEES = {"ddp": knee_by_ddp, "fsdp": knee_by_fsdp, "fsdp1": knee_by_flat_shards}
 FSDP1 = {"pass": knee_after_pass, "whole": knee_of_whole}
 
 RUNS: dict[str, dict[str, Callable[[slice], nn.Module]]] = {

@@ -215,16 +215,22 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     return type(model), str(model), model.config.to_dict(), type(model.config), list(model.state_dict()), flags
 
 
+def out_of(result: Any) -> Tensor:
+    """The tensor that a model computes: logits, an image, or hidden states."""
+    return next(result[name] for name in ("logits", "reconstruction", "last_hidden_state") if name in result)
+
+
 def step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
     """Loss, logits and every gradient of one training step, its dropout seeded."""
     model.train()
     model.zero_grad()
     torch.manual_seed(0)
     result = model(**batch)
-    result.loss.backward()
+    loss = result["loss"] if "loss" in result else out_of(result).square().mean()
+    loss.backward()
     model.eval()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": result.loss.detach(), "logits": result.logits.detach(), **gradients}
+    return {"loss": loss.detach(), "logits": out_of(result).detach(), **gradients}
 
 
 def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

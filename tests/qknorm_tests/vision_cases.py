@@ -10,12 +10,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED
 
-from hf_qknorm.families import FAMILIES, known_families
+from hf_qknorm.families import FAMILIES, family_of_type, known_families
+from hf_qknorm.families.style import CACHE, FROM_5_24
 from hf_qknorm.model.install import own_layers
-from qknorm_tests.tables import make_batch, real
+from qknorm_tests.tables import make_batch, out_of, real
 from qknorm_tests.tiny import tiny_config
 
-IMAGES = ("clip_vision_model", "deit", "ijepa", "siglip_vision_model", "vit", "vit_msn")
+IMAGES = ("clip_vision_model", "deit", "dinov2", "ijepa", "siglip_vision_model", "vit", "vit_msn")
+
+AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 
 # The class that a type is loaded by, and what its tiny config has besides. Of encoders, the first stands for all.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -34,6 +37,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "AutoModelForImageClassification",
         {"problem_type": "single_label_classification", "architectures": ["DeiTForImageClassification"]},
     ),
+    # The text models alone, whose positions have three axes
+    "qwen2_vl_text": ("qwen2_vl_text", "Qwen2VLTextModel", {"rope_parameters": AXES}),
+    "qwen2_5_vl_text": ("qwen2_5_vl_text", "Qwen2_5_VLTextModel", {"rope_parameters": AXES}),
     "vit-masked": ("vit", "AutoModelForMaskedImageModeling", {"encoder_stride": 4}),
 }
 ENCODERS = [name for name, family in FAMILIES.items() if family.causal == "is_decoder" and name in known_families()]
@@ -51,8 +57,22 @@ OTHERS = {
     "musicgen_decoder": ("musicgen_decoder", "MusicgenForCausalLM", {"attention_dropout": 0.1}),
     "musicgen_melody_decoder": ("musicgen_melody_decoder", "MusicgenMelodyForCausalLM", {"attention_dropout": 0.1}),
 }
-EVERY = CASES | MORE | OTHERS
-LENGTH, BOOKS = 12, 2  # of MusicGen: tokens, and codebooks
+# Of types that no family describes, which take a cap alone
+LARGE = {"initializer_range": 0.3}
+CAPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dinov2": ("dinov2", "AutoModel", LARGE),
+    "modernbert": ("modernbert", "AutoModelForMaskedLM", {**LARGE, "local_attention": 8, "cls_token_id": 1}),
+    "t5": (
+        "t5",
+        "AutoModelForSeq2SeqLM",
+        {"d_ff": 96, "num_decoder_layers": 2, "initializer_factor": 2.0, "decoder_start_token_id": 0},
+    ),
+}
+if FROM_5_24:
+    CAPPED |= {x: (x, "AutoModelForCausalLM", {**LARGE, "rotary_dim": 8, "n_ctx": 128}) for x in ("codegen", "gptj")}
+EVERY = CASES | MORE | OTHERS | CAPPED
+CONTINUED = {*OTHERS, "codegen", "gptj", "t5"}
+LENGTH, FIRST, BOOKS = 12, 8, 2  # of MusicGen: tokens, those before the ones that are continued, and codebooks
 
 
 def type_of(case: str) -> str:
@@ -70,8 +90,8 @@ def made(case: str) -> PreTrainedModel:
     torch.manual_seed(0)
     auto = auto_of(case)
     model = auto._from_config(config) if issubclass(auto, PreTrainedModel) else auto.from_config(config)
-    family = FAMILIES[model_type]
-    for layer in own_layers(model, family).values():
+    family = family_of_type(model_type)
+    for layer in own_layers(model, family).values() if family.attention else ():
         for part in family.style.weights[:2]:
             nn.init.normal_(layer.get_submodule(part).weight, std=0.2)
     for name, parameter in model.named_parameters():
@@ -83,11 +103,15 @@ def made(case: str) -> PreTrainedModel:
 def batches(case: str) -> list[dict[str, Any]]:
     """Images, or text without padding and with it at either side; with labels where the model has a loss for them."""
     model_type, auto, _ = EVERY[case]
-    if case in OTHERS:
+    if case in OTHERS or case == "t5":
         return [codebooks(case)] if "musicgen" in case else [translation(case, kind) for kind in ("plain", "left")]
     if model_type not in IMAGES:
-        labels = auto == "AutoModelForMaskedLM"
-        return [make_batch(kind, labels=labels) for kind in ("plain", "left", "right")]
+        labels = auto in ("AutoModelForMaskedLM", "AutoModelForCausalLM")
+        found = [make_batch(kind, labels=labels) for kind in ("plain", "left", "right")]
+        if "mrope_section" in EVERY[case][2].get("rope_parameters", ()):
+            positions = torch.arange(20).expand(3, 2, 20) // torch.tensor([1, 2, 4])[:, None, None]
+            found = [batch | {"position_ids": positions} for batch in found]
+        return found
     generator = torch.Generator().manual_seed(0)
     batch: dict[str, Any] = {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator)}
     if auto == "AutoModelForImageClassification":
@@ -95,6 +119,12 @@ def batches(case: str) -> list[dict[str, Any]]:
     if auto == "AutoModelForMaskedImageModeling":
         batch["bool_masked_pos"] = torch.arange(16).expand(2, -1) % 3 == 1
     return [batch]
+
+
+def unlabelled(case: str) -> dict[str, Any]:
+    """The last batch, without a loss."""
+    batch = {name: x for name, x in batches(case)[-1].items() if name != "labels"}
+    return batch | ({"decoder_input_ids": batch["input_ids"][:, -9:].contiguous()} if case == "t5" else {})
 
 
 def codebooks(case: str) -> dict[str, Any]:
@@ -120,10 +150,6 @@ def translation(case: str, kind: str) -> dict[str, Any]:
     return batch | {"labels": torch.randint(3, 64, (2, 9), generator=torch.Generator().manual_seed(1))}
 
 
-def out_of(result: Any) -> Tensor:
-    return next(result[name] for name in ("logits", "reconstruction", "last_hidden_state") if name in result)
-
-
 def seen(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
     """The model's logits for the batch, without those of padding."""
     out = out_of(model(**batch))
@@ -133,14 +159,19 @@ def seen(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
     return out[real(batch)] if "attention_mask" in batch and out.shape[:2] == batch["attention_mask"].shape else out
 
 
-def step(model: PreTrainedModel, batch: dict[str, Any]) -> dict[str, Tensor]:
-    """Loss, output and every gradient of one training step, its dropout seeded."""
-    model.train()
-    model.zero_grad()
-    torch.manual_seed(0)
-    result = model(**batch)
-    loss = result["loss"] if "loss" in result else out_of(result).square().mean()
-    loss.backward()
-    model.eval()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), "out": out_of(result).detach(), **gradients}
+def continued_codebooks(model: PreTrainedModel, case: str, batch: dict[str, Any], *, use_cache: bool) -> Tensor:
+    """The logits of MusicGen's last tokens, each computed by itself with a cache, or all at once."""
+    if not use_cache:
+        return model(**batch).logits[:, FIRST - LENGTH :]
+    others = {name: x for name, x in batch.items() if name not in ("input_ids", "attention_mask")}
+    cache, found = None, []
+    for start, stop in [(0, FIRST), *((n, n + 1) for n in range(FIRST, LENGTH))]:
+        inputs = {"input_ids": batch["input_ids"][:, start:stop]}
+        if "attention_mask" in batch:
+            inputs["attention_mask"] = batch["attention_mask"][:, :stop]
+        if start == 0 or case == "musicgen_decoder":  # the other has them in the cache
+            inputs |= others
+        out = model(**inputs, **{CACHE: cache}, use_cache=True)
+        cache = out[CACHE]
+        found.append(out.logits[:, -1])
+    return torch.stack(found[1:], 1)

@@ -64,6 +64,7 @@ def test_links_lead_to_files():
     assert all((NOTEBOOK.parent / link).is_file() for link in links)
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_in_a_new_kernel(tmp_path):
     stored = nbformat.read(NOTEBOOK, as_version=4)
     notebook = nbformat.read(NOTEBOOK, as_version=4)

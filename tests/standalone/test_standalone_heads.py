@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.convert.card import render_card
 from hf_qknorm.standalone.generate import add_standalone
-from qknorm_tests import capped_types, vision_cases
+from qknorm_tests import vision_cases
 from qknorm_tests.children import child
 from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
@@ -51,9 +51,9 @@ def cases(every: bool) -> Iterator[tuple[str, PreTrainedModel, dict[str, Any]]]:
         if auto.startswith("Auto"):  # SigLIP's model of text has no Auto class
             batch = {name: x for name, x in vision_cases.batches(case)[-1].items() if name != "labels"}
             yield auto, patch_model(vision_cases.made(case), Scheme(q="rms", k="rms", softcap=5.0)), batch
-    for model_type, (auto, _) in capped_types.TYPES.items():
-        model = patch_model(capped_types.made(model_type), Scheme(softcap=0.5))
-        yield auto, model, capped_types.batch_for(model_type)
+    for case, (_, auto, _) in vision_cases.CAPPED.items():
+        model = patch_model(vision_cases.made(case), Scheme(softcap=0.5))
+        yield auto, model, vision_cases.unlabelled(case)
 
 
 @torch.no_grad()

@@ -6,7 +6,6 @@ import csv
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,15 +69,3 @@ def test_a_failed_check_of_ours_is_no_row_and_an_exit_status(measured, monkeypat
     assert status == 1
     assert found == []
     assert f"- failed: {bench.TINY[0]}, {bench.OURS.name}: over the error budget" in page
-
-
-def test_a_failure_of_another_library_is_a_row(measured):
-    def fail(x):
-        raise RuntimeError("no kernel\nand more")
-
-    status, found, _ = measured(bench.FLASH, replace(bench.FLASH, name="other", attend=fail))
-    assert status == 0
-    assert {row["what"]: row["note"] for row in found} == {bench.FLASH.name: "", "other": "RuntimeError: no kernel"}
-    status, _, page = measured(bench.FLASH, replace(bench.FLASH, name="ours, failing", attend=fail))
-    assert status == 1
-    assert "ours, failing: RuntimeError: no kernel" in page

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -21,41 +20,6 @@ SOUND = recipe.Report(
     kernel="forward_kernel", constants={"PADDED": 128}, dtype="bf16", warps=8, stages=2, registers=210, spilled=0,
     shared=164_864, matrix={"HGMMA": 32}, size=1900,
 )  # fmt: skip
-
-
-def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str, interpreted: bool = False) -> str | None:
-    """The recipe in this process, which compiles nothing: each case has shared memory by its GPU and head_dim."""
-
-    class Pool(ThreadPoolExecutor):
-        def __init__(self, processes: int, context: object) -> None:
-            super().__init__(1)
-
-    every = {"HGMMA": 32, "HMMA": 32, "UTCHMMA": 32}
-    monkeypatch.setattr(
-        recipe, "compile_case", lambda arch, case: [replace(SOUND, matrix=every, shared=1000 * arch + case.head_dim)]
-    )
-    monkeypatch.setattr(recipe, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(recipe.triton.knobs.runtime, "interpret", interpreted)
-    monkeypatch.setattr(sys, "argv", ["compile_kernels.py", *arguments])
-    return recipe.main()
-
-
-def test_kernels_that_are_interpreted_are_refused(monkeypatch, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        run_here(monkeypatch, interpreted=True)
-    assert "unset TRITON_INTERPRET" in capsys.readouterr().err
-
-
-def test_each_gpu_has_its_table_and_complaints(monkeypatch, capsys):
-    monkeypatch.setitem(limits.ARCHITECTURES, (10, 0), limits.ARCHITECTURES[10, 0]._replace(shared=100_100))
-    complaints = run_here(monkeypatch, "--arch", "80", "--arch", "100", "--case", "plain 16", "--case", "raw")
-    first, second = capsys.readouterr().out.split("sm_100, ")
-    assert first.startswith("sm_80, ")
-    assert "80,016" in first
-    assert "100,016" in second
-    (complaint,) = complaints.splitlines()
-    assert complaint.startswith("sm_100 forward_kernel (bf16 ")
-    assert complaint.endswith("100,128 bytes of shared memory, expected at most 100,100")
 
 
 def launched(monkeypatch: pytest.MonkeyPatch, cases: dict) -> set[tuple[str, torch.dtype]]:
