@@ -85,7 +85,7 @@ def draw_calibration(report: Calibration, path: str | Path) -> None:
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, field, worst in ((left, "max_logit", max), (right, "entropy", min)):
         _draw_heads(axes, {name: [getattr(x, field) for x in side] for name, side in sides.items() if side}, worst)
-    bounds = _drawable(math.nan if layer.bound is None else layer.bound for layer in layers)
+    bounds = _drawable(math.nan if layer.after.bound is None else layer.after.bound for layer in layers)
     if places := {i: bound for i, bound in enumerate(bounds) if bound > 0}:  # NaN is not
         left.set_xscale("symlog", base=2, linthresh=LINEAR, linscale=0.4)
         left.xaxis.set_major_formatter("{x:g}")

@@ -28,16 +28,14 @@ def made_up(layers: int, heads: int, size: float, seed: int = 0) -> dict[str, La
     logits = (size * torch.exp(torch.randn(layers, heads, generator=generator))).tolist()
     entropy = (torch.rand(layers, heads, generator=generator) * 4).tolist()
     return {
-        f"layers.{i}": LayerStatistics(
-            tuple(a), tuple(b), *((0.0,) * heads,) * 2, *((1.0,) * heads,) * 2, even=4.5, cap=50.0
-        )
+        f"layers.{i}": LayerStatistics(tuple(a), tuple(b), *((0.0,) * heads,) * 2, even=4.5, cap=50.0, bound=40.0 + i)
         for i, (a, b) in enumerate(zip(logits, entropy, strict=True))
     }
 
 
 def calibration(layers: int, size: float) -> Calibration:
     before, after = made_up(layers, 4, 3 * size), made_up(layers, 4, size, seed=1)
-    found = {name: LayerReport(before[name], after[name], None, None, 40.0 + i) for i, name in enumerate(before)}
+    found = {name: LayerReport(before[name], after[name]) for name in before}
     predictions = Prediction(2.0), Prediction(3.0), Prediction(2.1)
     return Calibration("moments", 10, SCHEMES["qk_norm_cap"].resolve(), 50.0, *predictions, found)
 

@@ -18,7 +18,7 @@ from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
 from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
-from hf_qknorm.measure.predictions import evaluate, layer_reports, output_error, predictions
+from hf_qknorm.measure.predictions import evaluate, output_error, predictions
 from hf_qknorm.measure.text import batches_for, context_length
 from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.attention import patched_layers
@@ -100,7 +100,7 @@ def calibrate(
     >>> report = qk.calibrate(model, texts)
     >>> report.method, report.knee > 0
     ('moments', True)
-    >>> report.loss - report.base_loss < 0.1  # nats
+    >>> report.loss - report.base.loss < 0.1  # nats
     True
     """
     require_whole(model)
@@ -142,7 +142,7 @@ def calibrate(
             base=found.base,
             ones=fresh,
             chosen=found.own,
-            layers=layer_reports(bare, found.before, found.after),
+            layers=found.layers,
             judged=count_tokens(judged),
             base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
             knees=tried,

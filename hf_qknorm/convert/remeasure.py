@@ -17,7 +17,7 @@ from hf_qknorm.measure.batches import check_batches, count_tokens, longest_seque
 from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
-from hf_qknorm.measure.predictions import evaluate, layer_reports, require_causal
+from hf_qknorm.measure.predictions import evaluate, require_causal
 from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
@@ -66,7 +66,7 @@ def remeasure(
         base=None,
         ones=None,
         chosen=found.own,
-        layers=layer_reports(bare, found.before, found.after),
+        layers=found.layers,
         judged=tokens,
         base_model=(record_of(bare) or {}).get("base_model"),
         dataset=hub_name(data) if isinstance(data, str) else None,

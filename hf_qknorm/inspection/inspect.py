@@ -20,7 +20,7 @@ from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials, scheme_name
 from hf_qknorm.measure import text
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
-from hf_qknorm.measure.bounds import largest_gains, logit_bounds, worst_bound
+from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.measured_checkpoint import loaded_with_text
@@ -108,21 +108,18 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
     """
     first, scheme = next(iter(patched_layers(model).values())), model.config.scheme
     cap = cap or first.softcap or CAP
-    base, own, _, layers = evaluate(model, batches, cap, compared=compared)
+    base, own, reports = evaluate(model, batches, cap, compared=compared)
+    layers = {name: report.after for name, report in reports.items()}
     for name, layer in layers.items():
         if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
-    bounds, gains = logit_bounds(model), largest_gains(model)
     return Inspection(
         *names,
         tokens=count_tokens(batches),
         length=longest_sequence(batches),
         context=text.context_length(model.config),
         cap=cap,
-        layers={
-            name: replace(layer, bound=bounds[name], gain_q=gains[name][0], gain_k=gains[name][1])
-            for name, layer in layers.items()
-        },
+        layers=layers,
         scheme=scheme if compared else None,
         base=base if compared else own,
         patched=own if compared else None,

@@ -145,7 +145,8 @@ class Inspection:
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {name + ", fresh gains" * ("norm" in name): trial for name, trial in self.trials.items()}
         bounded = any(layer.bound is not None for layer in self.layers.values())
-        rows = [["layer", "", "max |logit|", "head", "entropy", "head", *tables.over_names(self.cap), "rms q", "rms k"]]
+        rows = [["layer", "", "max |logit|", "head", "entropy", "head"]]
+        rows[0] += [f"> {self.cap / 2:g}", f"> {self.cap:g}"]
         rows[0] += ["bound"] * bounded
         for name, layer in self.ranked[: tables.ROWS]:
             largest, sharpest = max(layer.max_logit), min(layer.entropy)
@@ -153,7 +154,6 @@ class Inspection:
             row += [f"{largest:.1f}", str(layer.max_logit.index(largest))]
             row += [f"{sharpest:.2f}", str(layer.entropy.index(sharpest))]
             row += [f"{tables.mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
-            row += ["-" if x is None else f"{tables.mean(x):.3g}" for x in (layer.rms_q, layer.rms_k)]
             rows.append(row + [tables.bound_cell(layer.bound)] * bounded)
         advice = f"Advice, if logits grow in training: {self.advice.name}"
         if self.advice.scheme == self.present:

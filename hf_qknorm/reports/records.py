@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.reports.tables import aligned, mean
+from hf_qknorm.reports.tables import aligned
 
 FORMAT: Final = 1  # of reports and logs
 COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
@@ -47,15 +47,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """A layer's numbers, as in reports, inspections and logs: `LogitStatistics` of one per head, and more.
+    """A layer's numbers in reports, in inspections and in LogitMonitor's log; the fields of a line in the log.
 
-    `rms_k`, `rms_v` and `beyond_k` have one number per key head; `even`, `rms_out`, `rms_mlp` and those from `cap` on,
-    except gradients, one in all. What could not be measured, or is not recorded there, has its default: keys in a layer
-    that attends to another's; `beyond_q` and `beyond_k` without a knee.
+    - `max_logit`, `entropy`, `over_half`, `over_cap`, `even`: as in `LogitStatistics`; logs have no `over_half`
+    - `gain_q`, `gain_k`: the largest |gain| of the norms of queries and of keys, the scheme's or the model's own
+    - `bound`: the largest |logit| that these norms let any input have, before any cap
+    - `cap`: of logs: what `over_cap` refers to, the layer's own cap or 50
+    - `grad_q`, `grad_k`: of logs: the norms of the gradients of the weights of queries and of keys, by head; one number
+      where heads are not separate, as with LoRA
 
-    Of logs: `cap`, and `grad_q` and `grad_k`, the norms of the gradients of the weights, one per head or one for the
-    projection. Of logs and inspections: `gain_q` and `gain_k`, the largest |gain| of the norms of queries and keys, the
-    scheme's or the model's own, and `bound`, the largest |logit| that these norms let any input have.
+    What is not there or was not measured has its default, and no field in a file: gains and bound without norms.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -64,13 +65,6 @@ class LayerStatistics:
     entropy: Numbers
     over_half: tuple[float, ...] = ()
     over_cap: tuple[float, ...] = ()
-    rms_q: Numbers | None = None
-    rms_k: Numbers | None = None
-    beyond_q: Numbers | None = None
-    beyond_k: Numbers | None = None
-    rms_v: Numbers | None = None
-    rms_out: float | None = None
-    rms_mlp: float | None = None
     even: float = 0.0
     cap: float = 0.0
     gain_q: float | None = None
@@ -78,12 +72,6 @@ class LayerStatistics:
     bound: float | None = None
     grad_q: Numbers | None = None
     grad_k: Numbers | None = None
-
-    @property
-    def rms_qkv(self) -> float:
-        """The root mean square of queries, keys (unless they are another layer's) and values together."""
-        parts = (self.rms_q, self.rms_k, self.rms_v)
-        return math.sqrt(mean([x * x for numbers in parts for x in numbers or ()]))
 
     def collapsed(self, cap: float, share: float = COLLAPSED) -> tuple[int, ...]:
         """The heads with |logit| over half the cap and an entropy under this share of even attention's."""
@@ -94,19 +82,12 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
-
-    `before` is None where the patched model alone was measured. A gain is None where the norm has none. `bound` is that
-    of the patched layer, before any cap; None where the scheme does not norm both queries and keys.
-    """
+    """A layer's statistics unpatched (`before`; None where the patched model alone was measured) and patched."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     before: LayerStatistics | None
     after: LayerStatistics
-    gain_q: Numbers | None
-    gain_k: Numbers | None
-    bound: float | None = None
 
 
 def largest_bound(bounds: Iterable[float | None]) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,16 +79,6 @@ class Calibration:
     format: Literal[1] = field(default=records.FORMAT, repr=False, kw_only=True)
 
     @property
-    def base_loss(self) -> float | None:
-        """The loss of the unpatched model, in nats per token."""
-        return None if self.base is None else self.base.loss
-
-    @property
-    def fresh_loss(self) -> float | None:
-        """The loss with fresh gains."""
-        return None if self.ones is None else self.ones.loss
-
-    @property
     def loss(self) -> float | None:
         """The loss with the calibrated gains."""
         return None if self.chosen is None else self.chosen.loss
@@ -113,15 +102,7 @@ class Calibration:
     @property
     def bound(self) -> float | None:
         """The largest bound on the logits of a layer, before any cap; None if a layer has none."""
-        return records.largest_bound(layer.bound for layer in self.layers.values())
-
-    @property
-    def kept(self) -> float | None:
-        """The share of the rise in loss with fresh gains that the calibration removed; None without a rise."""
-        if self.base is None or self.ones is None or self.chosen is None or self.ones.loss <= self.base.loss:
-            return None
-        share = (self.ones.loss - self.chosen.loss) / (self.ones.loss - self.base.loss)
-        return share if math.isfinite(share) else None
+        return records.largest_bound(layer.after.bound for layer in self.layers.values())
 
     def __str__(self) -> str:
         bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input, up to rounding"
@@ -132,10 +113,9 @@ class Calibration:
             error = "" if self.output_error is None else f"; hidden states change by {self.output_error:.2%}"
             images = self.length is None and self.output_error is not None
             return f"{self.title}: gains from {self.tokens:,} {'images' if images else 'tokens'}{error}{bound}"
-        kept = "" if self.kept is None else f" ({self.kept:.1%} of the jump removed)"
         return (
             f"{self.title}: loss {self.base.loss:.3f} unpatched, {self.ones.loss:.3f} with fresh gains, "
-            f"{self.chosen.loss:.3f} calibrated on {self.tokens:,} tokens{kept}; KL {self.chosen.kl:.4f}{bound}"
+            f"{self.chosen.loss:.3f} calibrated on {self.tokens:,} tokens; KL {self.chosen.kl:.4f}{bound}"
         )
 
     def table(self) -> str:
@@ -143,20 +123,16 @@ class Calibration:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
         alone = self.method == MEASURED
         layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
-        beyond = any(layer.after.beyond_q or layer.after.beyond_k for _, layer in layers)
-        over_half, _ = tables.over_names(self.cap)
-        rows = [
-            ["layer", "max |logit|", "bound", "entropy", over_half, "rms q, k", *["beyond q, k"] * beyond, "gain q, k"]
-        ]
+        rows = [["layer", "max |logit|", "bound", "entropy", f"> {self.cap / 2:g}", "gain q, k"]]
         for name, layer in layers[: tables.ROWS]:
             seen = [side for side in (layer.before, layer.after) if side is not None]
             logit, *others = (" → ".join(sides) for sides in zip(*map(_cells, seen), strict=True))
-            pairs = [tables.pair_of_means(seen[0].rms_q, seen[0].rms_k)]
-            pairs += [tables.pair_of_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] * beyond
-            pairs += [tables.pair_of_means(layer.gain_q, layer.gain_k)]
-            rows.append([name, logit, tables.bound_cell(layer.bound), *others, *pairs])
+            gains = ", ".join(
+                "-" if gain is None else f"{gain:.3g}" for gain in (layer.after.gain_q, layer.after.gain_k)
+            )
+            rows.append([name, logit, tables.bound_cell(layer.after.bound), *others, gains])
         knees = ", ".join(f"{knee:.3g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
-        reading = "; ".join([*["Before → after"] * (not alone), tables.BOUND, *[tables.BEYOND] * beyond])
+        reading = "; ".join([*["Before → after"] * (not alone), tables.BOUND, "gain: the largest |gain|"])
         return tables.page(
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
             str(self) if alone else records.predictions_table(predictions),

@@ -12,7 +12,6 @@ ROWS = 12  # layers in a table: the worst ones; JSON has all layers
 WIDTH = 100  # of a paragraph, in characters
 READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
 BOUND = "bound: the largest |logit| that any input can give"
-BEYOND = "beyond: the share of vectors beyond the knee"
 
 
 def page(*parts: str) -> str:
@@ -20,20 +19,9 @@ def page(*parts: str) -> str:
     return "\n\n".join(stripped for part in parts if (stripped := part.rstrip()))
 
 
-def over_names(cap: float) -> list[str]:
-    """The column names of the shares of logits over half the cap and over the cap: `> 25`, `> 50`."""
-    return [f"> {cap / 2:g}", f"> {cap:g}"]
-
-
 def bound_cell(bound: float | None) -> str:
     """A bound with one decimal; `-` for None."""
     return "-" if bound is None else format_fixed(bound, 1)
-
-
-def pair_of_means(q: Sequence[float] | None, k: Sequence[float] | None, form: str = ".3g") -> str:
-    """The means over heads of the numbers of queries and keys: `1.2, 0.8`; `-` for None."""
-    cells = ["-" if numbers is None else format(mean(numbers), form) for numbers in (q, k)]
-    return "-" if q is None and k is None else ", ".join(cells)
 
 
 def context_note(length: int | None, context: int | None) -> str:

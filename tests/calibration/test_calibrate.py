@@ -114,9 +114,9 @@ def test_ones_restores_fresh_gains_and_the_mode(knee):
     first = calibrate(model, batches, method="moments")
     report = calibrate(model, batches, method="ones", knee=knee)
     assert model.training
-    assert report.base_loss == first.base_loss  # without dropout
+    assert report.base.loss == first.base.loss  # without dropout
     assert report.knee == pytest.approx(knee, rel=0.1)
-    assert (report.loss == report.fresh_loss) == (knee == 0)
+    assert (report.loss == report.ones.loss) == (knee == 0)
     assert all((layer.q_norm.weight == 1).all() for layer in patched_layers(model).values())
 
 
@@ -189,5 +189,5 @@ def test_calibration_changes_the_norms_alone_and_leaves_no_attributes_behind_but
 def test_a_scheme_without_gains_has_nothing_to_calibrate(scheme):
     model = patch_model(tiny_model("llama"), scheme)
     report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)])
-    assert report.loss == report.fresh_loss
+    assert report.loss == report.ones.loss
     assert str(report).startswith("moments: loss ")

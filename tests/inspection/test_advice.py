@@ -24,7 +24,7 @@ LOST = KneeTrials(SCHEMES["qk_norm_cap"], 0.005, TRIALS[:4])
 def layer(*logits: float, entropy: float = 3.0) -> LayerStatistics:
     """A layer whose heads have these largest logits."""
     n = len(logits)
-    return LayerStatistics(logits, (entropy,) * n, (0.0,) * n, (0.0,) * n, (1.0,) * n, (1.0,), even=4.5)
+    return LayerStatistics(logits, (entropy,) * n, (0.0,) * n, (0.0,) * n, even=4.5)
 
 
 def inspection(layers: dict[str, LayerStatistics], **known) -> Inspection:

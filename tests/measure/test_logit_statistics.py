@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 import torch
 from transformers import BartForConditionalGeneration
 
-from hf_qknorm import Scheme, logit_statistics, patch_model
-from hf_qknorm.families import FAMILIES, style
+from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.covering import covering
-from qknorm_tests.tables import BATCHES, MODEL_TYPES, make_batch, randomise, real, sharp_model
+from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
 from qknorm_tests.tiny import tiny_config, tiny_model
 
 
@@ -40,94 +36,6 @@ def test_statistics_equal_those_of_the_attention_weights(family, padded):
         assert (entry.max_logit > 0).all()
 
 
-def projections(model, batch):
-    """q, k and v of every layer after the projection, `[B, T, H, D]`, computed without the package."""
-    seen = {name: {} for name in patched_layers(model)}
-    with ExitStack() as stack, torch.no_grad():
-        for name, layer in patched_layers(model).items():
-
-            def note(module, args, kwargs, name=name):
-                states = args[0] if args else kwargs["hidden_states"]
-                project = style.project if module.has_own_norms else module.family.style.project
-                seen[name]["q"], seen[name]["k"], seen[name]["v"], *_ = project(module, states)
-
-            stack.callback(layer.register_forward_pre_hook(note, with_kwargs=True).remove)
-        model(**batch)
-    return seen
-
-
-@pytest.mark.parametrize(
-    ("family", "scheme", "kind"),
-    covering([*MODEL_TYPES, "gemma3_text", "olmo2", "nanochat"], ["none", "qk_norm_cap"], BATCHES, strength=1),
-)
-def test_rms_is_that_of_the_projections_without_padding(family, scheme, kind):
-    if FAMILIES[family].own_norms and scheme != "none":
-        scheme = "soft_cap"
-    model = randomise(patch_model(sharp_model(family), scheme))
-    batch = make_batch(kind, labels=False)
-    expected = projections(model, batch)
-    with torch.no_grad(), logit_statistics(model) as statistics:
-        for _ in range(2):
-            model(**batch)
-    for name, seen in expected.items():
-        for field in ("q", "k", "v"):
-            got = getattr(statistics[name], f"rms_{field}")
-            x = seen[field][real(batch)].double()  # [N, H, D]
-            torch.testing.assert_close(got.double(), x.pow(2).mean((0, 2)).sqrt(), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        Scheme(q="rms", k="layer"),
-        Scheme(q="l2", k="lp", p=3.0, gain="per_head"),
-    ],
-)
-def test_shares_beyond_the_knee_are_those_of_the_projections_without_padding(scheme, kind):
-    model = randomise(patch_model(sharp_model("llama"), scheme))
-    powers = {"q": 2.4, "k": 6.0 if scheme.k == "lp" else 2.4}  # close to the projections'
-    for layer in patched_layers(model).values():
-        for norm, power in ((layer.q_norm, powers["q"]), (layer.k_norm, powers["k"])):
-            norm.set_shape(norm.rounded(1.0, power, 1.0))
-    epsilons = {
-        (name, field): norm.epsilon ** (norm.order / 2)
-        for name, layer in patched_layers(model).items()
-        for field, norm in (("q", layer.q_norm), ("k", layer.k_norm))
-    }
-    batch = make_batch(kind, labels=False)
-    expected = projections(model, batch)
-    with torch.no_grad(), logit_statistics(model) as statistics:
-        for _ in range(2):
-            model(**batch)
-    shares = []
-    for name, seen in expected.items():
-        for field, norm in (("q", scheme.q), ("k", scheme.k)):
-            x = seen[field][real(batch)].double()  # [N, H, D]
-            x = x - x.mean(-1, keepdim=True) if norm == "layer" else x
-            order = scheme.p if norm == "lp" else 2.0
-            beyond = (x.abs().pow(order).mean(-1) > epsilons[name, field]).double().mean(0)
-            got = getattr(statistics[name], f"beyond_{field}")
-            torch.testing.assert_close(got.double(), beyond)
-            shares.append(beyond)
-    assert sum(0 < share < 1 for share in torch.cat(shares).tolist()) > 6  # of 12 heads
-
-
-def test_norms_that_are_bypassed_or_plain_have_no_share_beyond_a_knee():
-    model = randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms")), knee=1.0)
-    batch = make_batch("plain", labels=False)
-    with torch.no_grad(), as_unpatched(model), logit_statistics(model) as statistics:
-        model(**batch)
-    plain = patch_model(sharp_model("llama"), "qk_norm")
-    with torch.no_grad(), logit_statistics(plain) as others:
-        plain(**batch)
-    for seen in (*statistics.values(), *others.values()):
-        assert seen.beyond_q.shape == (4,)
-        assert seen.beyond_k.shape == (2,)
-        assert seen.beyond_q.isnan().all()
-        assert seen.beyond_k.isnan().all()
-
-
 @pytest.mark.parametrize("backend", ["hf_qknorm", "eager"])
 def test_padding_on_either_side_does_not_count(backend):
     model = patch_model(sharp_model("llama"), "none", attn_implementation=backend)
@@ -152,7 +60,7 @@ def test_padding_on_either_side_does_not_count(backend):
             padded = found[side][name]
             torch.testing.assert_close(padded.entropy, entropy, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(padded.even, even)
-            for field in ("max_logit", "over_half", "over_cap", "rms_q", "rms_k", "rms_v"):
+            for field in ("max_logit", "over_half", "over_cap"):
                 torch.testing.assert_close(getattr(padded, field), getattr(alone, field), rtol=1e-4, atol=1e-6)
 
 
@@ -171,7 +79,7 @@ def test_generation_has_the_same_statistics_with_any_cache(family, backend, side
         with logit_statistics(model) as found[cache]:
             model.generate(tokens(2, 12), cache_implementation=cache, **settings)
     for name, entry in found["dynamic"].items():
-        for field in ("rms_q", "rms_k", "rms_v", "rms_out", "max_logit", "entropy", "even", "over_half"):
+        for field in ("max_logit", "entropy", "even", "over_half"):
             got, expected = getattr(found["static"][name], field), getattr(entry, field)
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
@@ -248,7 +156,7 @@ def test_an_unpatched_model_has_the_statistics_of_none(family):
         model(tokens(2, 20))
     assert bare.keys() == patched.keys()
     for name, entry in patched.items():
-        for field in ("max_logit", "entropy", "over_half", "rms_q", "rms_k", "rms_v"):
+        for field in ("max_logit", "entropy", "over_half"):
             assert torch.equal(getattr(bare[name], field), getattr(entry, field))
         assert bare[name].cap == entry.cap
 
@@ -268,9 +176,8 @@ def test_packed_sequences_are_separate():
         torch.testing.assert_close(packed[name].entropy, entry.entropy, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("length", [4, 12, 15])
-def test_the_padding_of_an_encoder_does_not_count(length):
-    source, target = tokens(2, 12), tokens(2, length, seed=1)
+def test_the_padding_of_an_encoder_does_not_count():
+    source, target = tokens(2, 12), tokens(2, 4, seed=1)
     padded, cut = torch.ones_like(source), source[:, :7]
     padded[:, 7:] = 0
     model = patch_model(BartForConditionalGeneration(tiny_config("bart")).eval(), "qk_norm")
@@ -281,23 +188,8 @@ def test_the_padding_of_an_encoder_does_not_count(length):
             model(input_ids=ids, attention_mask=mask, **inputs)
         found.append(seen)
     for name, entry in found[1].items():
-        torch.testing.assert_close(found[0][name].rms_q, entry.rms_q)
-        torch.testing.assert_close(found[0][name].rms_k, entry.rms_k)
-        torch.testing.assert_close(found[0][name].rms_v, entry.rms_v)
-
-
-def test_cached_values_of_an_encoder_count_once():
-    model = patch_model(BartForConditionalGeneration(tiny_config("bart")).eval(), "qk_norm")
-    ids = tokens(2, 12)
-    with torch.no_grad(), logit_statistics(model) as once:
-        model(input_ids=ids, decoder_input_ids=tokens(2, 1))
-    with logit_statistics(model) as seen:
-        model.generate(ids, min_new_tokens=3, max_new_tokens=3, do_sample=False)
-    across = [name for name in once if "encoder_attn" in name]
-    assert across
-    for name in across:
-        assert len(seen[name].entropies) == 3
-        torch.testing.assert_close(seen[name].rms_v, once[name].rms_v)
+        for field in ("max_logit", "entropy", "even", "over_cap"):
+            torch.testing.assert_close(getattr(found[0][name], field), getattr(entry, field), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # renamed in v6
@@ -314,5 +206,3 @@ def test_recomputed_layers_do_not_count_again(reentrant):
         found.append(seen)
     for name, entry in found[0].items():
         assert torch.equal(found[1][name].counts, entry.counts)
-        for each, values in entry.lengths.items():
-            torch.testing.assert_close(found[1][name].lengths[each], values, equal_nan=True)

@@ -70,7 +70,7 @@ NAMED = {
     "ones/loss": math.inf,
     "chosen/kl": math.nan,
     "layers/layers.0/after/entropy": [1.0, math.nan],
-    "layers/layers.0/bound": -math.inf,
+    "layers/layers.0/after/bound": -math.inf,
     "layers/layers.0/speed": 1,
     "layers": dict.fromkeys(map(str, range(10_001)), {}),
 }
