@@ -19,7 +19,7 @@ from hf_qknorm.files.atomic_io import replace_file
 from hf_qknorm.files.formatting import format_fixed
 
 if TYPE_CHECKING:
-    from hf_qknorm.inspection.report import Inspection, KneeTrials
+    from hf_qknorm.inspection.report import Inspection
     from hf_qknorm.reports.report import Calibration
     from hf_qknorm.training.logit_log import LogitSample
 
@@ -55,12 +55,6 @@ def finish_axes(axes: Any, xlabel: str, ylabel: str = "", size: float = 9) -> No
     axes.grid(alpha=0.25)
     axes.tick_params(length=2, colors=INK, labelsize=size)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def legend_above(axes: Any, size: float = 9, columns: int = 4) -> None:
-    """Put the legend above the axes."""
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
-    axes.legend(frameon=False, fontsize=size, ncols=columns, labelcolor=INK, **place)
 
 
 def _legend_outside(figure: Figure, axes: Any, side: str) -> None:
@@ -120,17 +114,17 @@ def _draw_heads(axes: Any, sides: Mapping[str, Rows], worst: Callable[..., float
 
 
 def draw_inspection(inspection: Inspection, path: str | Path) -> None:
-    """Draw the largest |logit| and the entropy of every head, and the loss over the bound by knee, if knees were tried.
+    """Draw the largest |logit| and the entropy of every head.
 
     Dark cells are at risk. Their colours depend on the cap and on the entropy of even attention, not on the model: two
     drawings can be compared.
     """
     logits = [layer.max_logit for layer in inspection.layers.values()]
     entropies = [layer.entropy for layer in inspection.layers.values()]
-    layers, heads, knees = len(logits), len(logits[0]), inspection.knees
-    width, height = min(max(7.0 + 0.1 * heads, 8.0), 12.0) + 5.0 * bool(knees), min(max(2.2 + 0.32 * layers, 3.8), 11.0)
+    layers, heads = len(logits), len(logits[0])
+    width, height = min(max(7.0 + 0.1 * heads, 8.0), 12.0), min(max(2.2 + 0.32 * layers, 3.8), 11.0)
     figure = new_figure(width, height, inspection.title)
-    left, right, *curve = figure.subplots(1, 3 if knees else 2, width_ratios=(1, 1, 1.3) if knees else None)
+    left, right = figure.subplots(1, 2)
     _draw_logits(figure, left, logits, inspection.cap, "largest |logit|, before any cap")
     numbered = enumerate(inspection.layers.values())
     collapsed = [(i, head) for i, layer in numbered for head in layer.collapsed(inspection.cap)]
@@ -143,38 +137,7 @@ def draw_inspection(inspection: Inspection, path: str | Path) -> None:
         axes.set_xlabel("head", color=INK)
         axes.set_xticks(_ticks(heads, 16))
     left.set_ylabel("layer", color=INK)
-    if knees:
-        _draw_knees(curve[0], knees, inspection.largest)
     save_figure(figure, path)
-
-
-def _draw_knees(axes: Any, knees: KneeTrials, largest: float) -> None:
-    """Draw the rise in loss over the bound, a point per knee, the chosen one filled.
-
-    Lines mark the rise that `calibrate` allows and the largest |logit| of the unpatched model.
-    """
-    bounded = [(trial, trial.bound) for trial in knees.trials if trial.bound is not None]
-    points = [(trial, bound) for trial, bound in bounded if math.isfinite(bound) and math.isfinite(trial.rise)]
-    colour = COLOURS["calibrated"]
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("symlog", linthresh=knees.limit, linscale=0.8)
-    axes.axhline(knees.limit, color=OUTLINE, linewidth=1, linestyle="--", label="rise that calibrate() allows")
-    axes.axvline(max(largest, 1e-6), color=GRID, linewidth=1, linestyle=":", label="largest |logit| seen unpatched")
-    axes.plot([bound for _, bound in points], [trial.rise for trial, _ in points], color=colour, linewidth=1.5)
-    for trial, bound in points:
-        chosen = trial is knees.chosen
-        fill, size = (colour, 11) if chosen else ("white", 7)
-        axes.plot(bound, trial.rise, marker="o", markersize=size, color=colour, markerfacecolor=fill, zorder=3)
-        label = f"knee {trial.knee:.3g}" + (", chosen" if chosen else "")
-        write_beside(axes, label, (bound, trial.rise), (8, 6), fontweight="bold" if chosen else "normal")
-    axes.margins(x=0.2, y=0.1)
-    marks = [0.0, knees.limit, *(10.0**i for i in range(-4, 3) if 2 * knees.limit < 10.0**i < axes.get_ylim()[1])]
-    axes.set_yticks(marks, labels=[f"{mark:.2g}" for mark in marks])
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    finish_axes(axes, "bound on |logit| for any input, before any cap", "rise in loss (nats)")
-    legend_above(axes, size=8, columns=2)
 
 
 def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
@@ -12,12 +12,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.reports.tables import aligned
 
 FORMAT: Final = 1  # of reports and logs
 COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
 STRICT: Final = ConfigDict(extra="forbid", strict=True)  # as files are not to be trusted
 NAMED: Final = 3  # errors in a message
+PATH: Final = re.compile(r"[\w.\[\]-]{1,300}", re.ASCII)  # to a field, with a layer's name in it
 
 Numbers = Annotated[tuple[float, ...], Field(min_length=1, max_length=10_000)]  # of heads
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,200}$")]  # a layer's path, or a method
@@ -30,7 +30,8 @@ class Prediction:
     """A model's mean next-token `loss` in nats per token, and its distance from the unpatched model.
 
     `kl` is KL(unpatched ‖ this) in nats per token, `agreement` the share of tokens after which both models give the
-    same token the highest probability. The unpatched model itself has 0 and 1.
+    same token the highest probability. The unpatched model itself has 0 and 1. `bound`, of an inspection, is the
+    largest |logit| of any layer for any input; None without a bound.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -38,6 +39,7 @@ class Prediction:
     loss: float
     kl: float = 0.0
     agreement: float = 1.0
+    bound: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -97,15 +99,6 @@ def largest_bound(bounds: Iterable[float | None]) -> float | None:
     return max(known) if known and len(known) == len(found) else None
 
 
-def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
-    """A table with a line per prediction that is not None; empty without any."""
-    rows = [["", "loss", "perplexity", "KL", "same top token"]]
-    for name, p in predictions.items():
-        if p is not None:
-            rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
-    return aligned(rows) if len(rows) > 1 else ""
-
-
 def to_json(value: Any) -> Any:
     """The value as JSON-ready data: dataclasses by their fields, without those that are None."""
     return to_jsonable_python(value, exclude_none=True)
@@ -120,7 +113,7 @@ def read_json(adapter: TypeAdapter[T], text: str | bytes, where: str) -> T:
         return adapter.validate_json(text)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-    named = [_place(each["loc"]) + each["msg"] + _given(each) for each in found[:NAMED]]
+    named = [f"{_place(each['loc'])}{each['msg']}{_given(each)}" for each in found[:NAMED]]
     more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
     raise ValueError(f"{where}: {'; '.join(named)}{more}")
 
@@ -131,7 +124,6 @@ def _given(error: Any) -> str:
 
 
 def _place(parts: tuple[int | str, ...]) -> str:
-    """The path to a field; names that no file of ours has are quoted and shortened."""
-    plain = re.compile(r"[\w.]{1,200}", re.ASCII)
-    named = (str(part) if isinstance(part, int) or plain.fullmatch(part) else shorten(part) for part in parts)
-    return f"{'.'.join(named)}: " if parts else ""
+    """The path to a field; one that no file of ours has is quoted and shortened."""
+    path = ".".join(map(str, parts))
+    return f"{path if PATH.fullmatch(path) else shorten(path)}: " if parts else ""

@@ -16,7 +16,7 @@ from hf_qknorm.files.hub_names import check_repo_id
 from hf_qknorm.files.untrusted import read_text
 from hf_qknorm.ops.norms import shown_knee
 from hf_qknorm.reports import records, tables
-from hf_qknorm.reports.records import Count, LayerReport, LayerStatistics, Name, Prediction
+from hf_qknorm.reports.records import Count, LayerReport, Name, Prediction
 from hf_qknorm.scheme import Scheme
 
 MEASURED = "measured"  # the method of a report on the patched model alone
@@ -120,25 +120,13 @@ class Calibration:
 
     def table(self) -> str:
         """A text of up to 120 columns with the predictions and the layers with the largest logits."""
-        predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
-        alone = self.method == MEASURED
-        layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
-        rows = [["layer", "max |logit|", "bound", "entropy", f"> {self.cap / 2:g}", "gain q, k"]]
-        for name, layer in layers[: tables.ROWS]:
-            seen = [side for side in (layer.before, layer.after) if side is not None]
-            logit, *others = (" → ".join(sides) for sides in zip(*map(_cells, seen), strict=True))
-            gains = ", ".join(
-                "-" if gain is None else f"{gain:.3g}" for gain in (layer.after.gain_q, layer.after.gain_k)
-            )
-            rows.append([name, logit, tables.bound_cell(layer.after.bound), *others, gains])
-        knees = ", ".join(f"{knee:.3g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
-        reading = "; ".join([*["Before → after"] * (not alone), tables.BOUND, "gain: the largest |gain|"])
+        tried = {f"knee {knee:.3g}": prediction for knee, prediction in self.knees.items()}
+        predictions = {"unpatched": self.base, "fresh gains": self.ones, **tried, self.title: self.chosen}
+        layers = {name: [x for x in (each.before, each.after) if x is not None] for name, each in self.layers.items()}
         return tables.page(
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
-            str(self) if alone else records.predictions_table(predictions),
-            f"loss, KL by knee: {knees}" if knees else "",
-            f"{tables.aligned(rows)}\n{tables.rest(len(layers))}",
-            f"{reading};\n{tables.READING}.",
+            str(self) if self.method == MEASURED else tables.predictions_table(predictions),
+            tables.layers_table(layers, self.cap),
             tables.context_note(self.length, self.context),
         )
 
@@ -191,7 +179,3 @@ def _check_sides(report: Calibration, where: str) -> None:
         if (side is not None) != expected:
             found, wanted = ("null", "numbers") if expected else ("not null", "null")
             raise ValueError(f"{where}: {name} is {found}, expected {wanted} with the method {report.method!r}")
-
-
-def _cells(layer: LayerStatistics) -> list[str]:
-    return [f"{max(layer.max_logit):.1f}", f"{min(layer.entropy):.2f}", f"{tables.mean(layer.over_half):.2%}"]

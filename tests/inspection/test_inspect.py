@@ -62,22 +62,24 @@ def test_schemes_that_may_suit_the_model_are_tried(family):
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_knees_are_tried_where_queries_and_keys_can_be_normed_up_to_the_one_that_is_chosen(family):
     model, batches = sharp_model(family), [tokens(2, 20, seed) for seed in range(4)]
-    found = inspect_model(model, batches).knees
+    found = inspect_model(model, batches)
     if FAMILIES[family].own_norms:
-        assert found is None
+        assert (found.knees, found.knee) == ({}, None)
         return
-    cheap = [max(trial.rise, trial.kl) <= LIMIT for trial in found.trials]
-    assert [trial.knee for trial in found.trials] == list(SWEPT[: len(found.trials)])
-    assert found.chosen is (found.trials[-1] if any(cheap) else None)
-    assert len(cheap) == len(SWEPT) or cheap.index(True) == len(cheap) - 2
-    assert [trial.bound for trial in found.trials] == sorted(trial.bound for trial in found.trials)
-    assert found.scheme == (SCHEMES["qk_norm"] if FAMILIES[family].own_cap else SCHEMES["qk_norm_cap"])
+    cheap = [max(tried.loss - found.base.loss, tried.kl) <= LIMIT for tried in found.knees.values()]
+    assert list(found.knees) == list(SWEPT[: len(cheap)])
+    assert found.knee == (list(found.knees)[-1] if any(cheap) else None)
+    assert len(cheap) == len(SWEPT) or cheap.index(True) == len(cheap) - 2  # the next larger one is a margin
+    bounds = [tried.bound for tried in found.knees.values()]
+    assert bounds == sorted(bounds)
+    assert found.knee_scheme == (SCHEMES["qk_norm"] if FAMILIES[family].own_cap else SCHEMES["qk_norm_cap"])
     judged = [{"input_ids": batches[0][:1]}]  # one of eight
-    patch_model(model, found.scheme, attn_implementation="hf_qknorm")
-    trial = found.trials[-1]
-    report = calibrate(model, judged, "moments", knee=trial.knee, sharpness=SHARPNESS)
-    assert trial.bound == pytest.approx(report.bound, rel=1e-3)
-    assert trial.rise == pytest.approx(report.loss - report.base.loss, abs=1e-3)
+    patch_model(model, found.knee_scheme, attn_implementation="hf_qknorm")
+    knee, tried = list(found.knees.items())[-1]
+    report = calibrate(model, judged, "moments", knee=knee, sharpness=SHARPNESS)
+    assert tried.bound == pytest.approx(report.bound, rel=1e-3)
+    assert tried.loss - found.base.loss == pytest.approx(report.loss - report.base.loss, abs=1e-3)
+    assert f"knee {knee:.3g}{', chosen' * (knee == found.knee)} " in found.table()
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm_cap", "qkv_norm", "q_norm", "none", {"softcap": 3.0}])
@@ -124,8 +126,10 @@ def test_the_json_file_holds_all_fields(tmp_path):
     ]
     assert data["advice"]["reasons"] == list(found.advice.reasons)
     assert {name: trial["kl"] for name, trial in data["trials"].items()} == {n: p.kl for n, p in found.trials.items()}
-    assert [trial["knee"] for trial in data["knees"]["trials"]] == [trial.knee for trial in found.knees.trials]
-    assert data.get("chosen_knee") == (found.knees.chosen and found.knees.chosen.knee)
+    assert {float(knee): tried["bound"] for knee, tried in data["knees"].items()} == {
+        knee: tried.bound for knee, tried in found.knees.items()
+    }
+    assert data.get("knee") == found.knee
 
 
 def test_a_patched_model_is_inspected_with_its_bounds():
@@ -137,7 +141,7 @@ def test_a_patched_model_is_inspected_with_its_bounds():
     assert found.bound == max(layer.bound for layer in found.layers.values())
     assert all(max(layer.max_logit) <= layer.bound for layer in found.layers.values())
     header = next(line for line in found.table().splitlines() if line.startswith("layer "))
-    assert header.split()[-1] == "bound"
+    assert header.split()[-4:] == ["bound", "gain", "q,", "k"]
     assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bound is None
 
 

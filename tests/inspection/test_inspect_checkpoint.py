@@ -97,5 +97,5 @@ def test_the_advice_for_a_trained_model(shared):
     assert found.largest > 50
     trials = found.trials
     assert trials["qk_norm"].kl > 10 * trials["q_norm"].kl > 100 * trials["soft_cap"].kl
-    assert 0 < found.knees.chosen.knee < KNEES[-1]
-    assert f"a knee of {found.knees.chosen.knee:.3g} costs" in " ".join(found.table().split())
+    assert 0 < found.knee < KNEES[-1]
+    assert f"a knee of {found.knee:.3g} costs" in " ".join(found.table().split())
