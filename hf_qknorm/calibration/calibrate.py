@@ -57,7 +57,7 @@ def calibrate(
     - texts, as a string or a list of strings, or a path to a file or a folder: cut into batches `[batch_size, length]`,
       by default 256 long, or half of the positions where these are learned. `tokenizer` is by default the one of
       `model.name_or_path`
-    - batches, as your training has them: tensors `[B, T]`, or mappings that a list, a dataset or a DataLoader yields.
+    - batches, as your training has them: tensors `[B, T]`, or mappings of tensors, as a list or a DataLoader yields.
       All tensors that the model's forward takes are passed to it. Padding is left out, tokens with the label −100 are
       not predicted, and packed documents with "position_ids" are separate. An encoder of images takes "pixel_values"
       `[B, C, H, W]`, and `max_tokens` counts images. A model of masked tokens (BERT) needs "labels"

@@ -13,10 +13,8 @@ from hf_qknorm.reports.records import LayerStatistics, Prediction
 ROWS: Final = 12  # layers in a table: the worst ones; JSON has all layers
 WIDTH: Final = 100  # of a paragraph, in characters
 LEVELS: Final = ("calm", "raised", "large", "runaway")  # |logit| up to half the cap, the cap, twice the cap, above
-READING: Final = (
-    "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; > : mean share of such logits; bound: "
-    "the largest |logit| that any input can give; gain: the largest |gain|. JSON has the numbers of each head."
-)
+READING: Final = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
+LIMITS: Final = "bound: the largest |logit| that any input can give; gain: the largest |gain|"
 
 
 def page(*parts: str) -> str:
@@ -52,7 +50,8 @@ def layers_table(layers: Mapping[str, Sequence[LayerStatistics]], cap: float) ->
         both = (" → ".join(numbers) for numbers in zip(*cells, strict=True))
         rows.append([name, level, *both, *[_bound(last.bound), gains] * normed])
     rest = f"\n… and {len(layers) - ROWS} calmer layers" if len(layers) > ROWS else ""
-    return f"{_aligned(rows)}{rest}\n\n{textwrap.fill(READING, WIDTH)}"
+    reading = ";\n".join([READING, *[LIMITS] * normed])
+    return f"{_aligned(rows)}{rest}\n\n{reading}"
 
 
 def context_note(length: int | None, context: int | None) -> str:

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.calibration.gains import named_norms
-from hf_qknorm.measure.text import default_length
+from hf_qknorm.measure.text import sequence_length
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.ops.reference import head_norm
@@ -133,7 +133,7 @@ def test_ones_restores_fresh_gains_and_the_mode(knee):
     ],
 )
 def test_sequences_are_longer_where_positions_are_learned(config, length):
-    assert default_length(config) == length
+    assert sequence_length(config) == length
 
 
 def test_refusals():
