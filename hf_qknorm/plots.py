@@ -68,17 +68,16 @@ def write_beside(axes: Any, text: str, point: tuple[float, float], shift: tuple[
 
 
 def draw_calibration(report: Calibration, path: str | Path) -> None:
-    """Draw every head's largest |logit| and entropy by layer, unpatched (if measured) and converted.
+    """Draw every head's largest |logit| and entropy by layer, unpatched and converted.
 
     Marks show each layer's bound and the cap.
     """
     layers = list(report.layers.values())
-    sides = {"unpatched": [layer.before for layer in layers if layer.before is not None]}
-    sides |= {"calibrated": [layer.after for layer in layers]}
+    sides = {"unpatched": [layer.before for layer in layers], "calibrated": [layer.after for layer in layers]}
     figure = new_figure(9.5, min(max(1.9 + 0.3 * len(layers), 3.0), 11.0))
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, field, worst in ((left, "max_logit", max), (right, "entropy", min)):
-        _draw_heads(axes, {name: [getattr(x, field) for x in side] for name, side in sides.items() if side}, worst)
+        _draw_heads(axes, {name: [getattr(x, field) for x in side] for name, side in sides.items()}, worst)
     bounds = _drawable(math.nan if layer.after.bound is None else layer.after.bound for layer in layers)
     if places := {i: bound for i, bound in enumerate(bounds) if bound > 0}:  # NaN is not
         left.set_xscale("symlog", base=2, linthresh=LINEAR, linscale=0.4)
@@ -99,7 +98,7 @@ def draw_calibration(report: Calibration, path: str | Path) -> None:
 
 def _draw_heads(axes: Any, sides: Mapping[str, Rows], worst: Callable[..., float]) -> None:
     """Draw a small dot per head and a large dot for the layer's worst, with a line from side to side."""
-    shifts = (-0.13, 0.13) if len(sides) > 1 else (0.0,)
+    shifts = (-0.13, 0.13)
     extremes: list[list[float]] = []
     for (name, layers), shift in zip(sides.items(), shifts, strict=True):
         size = 46 if len(layers) <= 32 else 14

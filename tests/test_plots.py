@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from pathlib import Path
 
@@ -94,13 +93,6 @@ def test_a_calibration_shows_each_head_the_worst_ones_and_the_bounds(tmp_path, f
     assert bounds.get_offsets()[:, 0].tolist() == [40, 41, 42]
     assert not right.collections[4:]
     assert {text.get_text() for text in figures[0].legends[0].texts} >= {"unpatched", "calibrated", "cap 50"}
-
-
-def test_a_measured_model_is_drawn_alone(tmp_path, figures):
-    report = calibration(3, 10.0)
-    layers = {name: dataclasses.replace(layer, before=None) for name, layer in report.layers.items()}
-    draw_calibration(dataclasses.replace(report, layers=layers), tmp_path / "picture.png")
-    assert {text.get_text() for text in figures[0].legends[0].texts}.isdisjoint({"unpatched"})
 
 
 def test_an_inspection_shows_every_head_and_outlines_collapsed_ones(figures, tmp_path):

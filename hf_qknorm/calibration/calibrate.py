@@ -26,7 +26,7 @@ from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import set_record
-from hf_qknorm.reports.records import Prediction
+from hf_qknorm.reports.records import LayerReport, Prediction
 from hf_qknorm.reports.report import Calibration
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ def calibrate(
             base=found.base,
             ones=fresh,
             chosen=found.own,
-            layers=found.layers,
+            layers={name: LayerReport(found.before[name], after) for name, after in found.after.items()},
             judged=count_tokens(judged),
             base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
             knees=tried,

@@ -7,13 +7,15 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.knees import KNEES, LIMIT, cost, tried_knees
-from hf_qknorm.checkpoint import open_source
+from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source
 from hf_qknorm.families import family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
@@ -23,15 +25,16 @@ from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divi
 from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
-from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
 from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
+from hf_qknorm.model.placement import placement
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
 
+SEQUENCES: Final = 8  # in a forward pass
 SWEPT: Final = tuple(knee for knee in KNEES if knee >= 1)
 
 
@@ -41,7 +44,7 @@ def inspect_model(
     *,
     tokenizer: Any = None,
     max_tokens: int = 16_384,
-    batch_size: int = 8,
+    batch_size: int = SEQUENCES,
     length: int | None = None,
     cap: float | None = None,
 ) -> Inspection:
@@ -97,7 +100,14 @@ def inspect_checkpoint(
     source = open_source(checkpoint)
     if not isinstance(source.config, QKNormConfig):
         family_of(source.config)
-    with loaded_with_text(source, data, max_tokens, length) as (model, batches):
+    length = text.sequence_length(source.config, length)
+    require_causal(source.config)
+    tokenizer = load_tokenizer(source.folder)
+    cut = {"batch": SEQUENCES, "length": length, "max_tokens": max_tokens}
+    batches = text.as_batches(None, data, lambda: tokenizer, **cut)
+    check_batches(batches, source.config)
+    with TemporaryDirectory(prefix="hf-qknorm-") as offload:
+        model = load_causal(source, **placement(source.folder, None, Path(offload)))
         return inspect_model(model, batches, max_tokens=max_tokens, cap=cap)
 
 
@@ -109,8 +119,7 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
     """
     first, scheme = next(iter(patched_layers(model).values())), model.config.scheme
     cap = cap or first.softcap or CAP
-    base, own, reports = evaluate(model, batches, cap, compared=compared)
-    layers = {name: report.after for name, report in reports.items()}
+    base, own, _, layers = evaluate(model, batches, cap, compared=compared)
     for name, layer in layers.items():
         if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")

@@ -14,11 +14,11 @@ from transformers.utils import ModelOutput
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.measure.batches import IGNORED, Batches, is_bidirectional, is_real, model_inputs, targets
-from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
 from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.model.install import as_unpatched
-from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
+from hf_qknorm.reports.records import LayerStatistics, Prediction
 from hf_qknorm.reports.report import Calibration
 
 MOST_KEPT = 1_000_000_000
@@ -46,7 +46,8 @@ class Evaluation(NamedTuple):
 
     base: Prediction | None
     own: Prediction | None
-    layers: dict[str, LayerReport]
+    before: dict[str, LayerStatistics]
+    after: dict[str, LayerStatistics]
 
 
 def evaluate(model: Any, batches: Batches, cap: float, *, compared: bool = True) -> Evaluation:
@@ -63,12 +64,13 @@ def evaluate(model: Any, batches: Batches, cap: float, *, compared: bool = True)
             now = is_unpatched
 
         base, own = _predictions(model, batches, watch, compared)
-    gains, bounds, layers = largest_gains(model), logit_bounds(model), {}
-    for name in (name for name in bounds if name in after):
-        (gain_q, gain_k), seen = gains[name], after[name]
-        patched = layer_statistics(seen, gain_q=gain_q, gain_k=gain_k, bound=bounds[name])
-        layers[name] = LayerReport(layer_statistics(before[name]) if compared else None, patched)
-    return Evaluation(base if compared else None, own, layers)
+    limits = norm_limits(model)
+    return Evaluation(
+        base if compared else None,
+        own,
+        {name: layer_statistics(seen) for name, seen in before.items()},
+        {name: layer_statistics(after[name], **limits[name]) for name in limits if name in after},
+    )
 
 
 def layer_statistics(seen: LogitStatistics, **others: Any) -> LayerStatistics:
@@ -167,9 +169,7 @@ def _row_sums(base: Tensor, own: Tensor, wanted: Tensor, real: Tensor) -> Tensor
 
 def predictions_of(report: Calibration | None) -> dict[str, Prediction]:
     """Return a report's predictions by the names of their models in a card; empty without a head."""
-    if report is None or report.chosen is None:
+    if report is None or report.base is None or report.ones is None or report.chosen is None:
         return {}
-    if report.base is None or report.ones is None:
-        return {"this model": report.chosen}
     fresh = {"fresh gains": report.ones} if report.scheme.norms else {}
     return {"unpatched": report.base, **fresh, "this model": report.chosen}

@@ -84,11 +84,11 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A layer's statistics unpatched (`before`; None where the patched model alone was measured) and patched."""
+    """A layer's statistics unpatched (`before`) and patched (`after`)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    before: LayerStatistics | None
+    before: LayerStatistics
     after: LayerStatistics
 
 

@@ -19,8 +19,6 @@ from hf_qknorm.reports import records, tables
 from hf_qknorm.reports.records import Count, LayerReport, Name, Prediction
 from hf_qknorm.scheme import Scheme
 
-MEASURED = "measured"  # the method of a report on the patched model alone
-
 HubName = Annotated[str, AfterValidator(lambda name: check_repo_id(name, "it"))] | None
 Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 KneeSize = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -45,9 +43,7 @@ class Calibration:
     relative error of the last hidden states, for a model without a language-modelling head; of an encoder of images
     `tokens` and `judged` count images, and `length` is None.
 
-    The method "measured" stands for a measurement of the patched model alone, as after training: `base`, `ones` and
-    all else that describes the unpatched model are None. The numbers are those of the measurement: training that
-    follows does not change them.
+    Training that follows does not change these numbers.
 
         >>> report = qk.calibrate(qk.patch_model(model, "qk_norm"), texts)
         >>> report.save("report.json")
@@ -106,9 +102,6 @@ class Calibration:
 
     def __str__(self) -> str:
         bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input, up to rounding"
-        if self.method == MEASURED:
-            loss = "" if self.chosen is None else f"loss {self.chosen.loss:.3f} "
-            return f"{self.title}: {loss}on {self.tokens:,} tokens{bound}"
         if self.base is None or self.ones is None or self.chosen is None:
             error = "" if self.output_error is None else f"; hidden states change by {self.output_error:.2%}"
             images = self.length is None and self.output_error is not None
@@ -122,10 +115,10 @@ class Calibration:
         """A text of up to 120 columns with the predictions and the layers with the largest logits."""
         tried = {f"knee {knee:.3g}": prediction for knee, prediction in self.knees.items()}
         predictions = {"unpatched": self.base, "fresh gains": self.ones, **tried, self.title: self.chosen}
-        layers = {name: [x for x in (each.before, each.after) if x is not None] for name, each in self.layers.items()}
+        layers = {name: (layer.before, layer.after) for name, layer in self.layers.items()}
         return tables.page(
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
-            str(self) if self.method == MEASURED else tables.predictions_table(predictions),
+            tables.predictions_table(predictions),
             tables.layers_table(layers, self.cap),
             tables.context_note(self.length, self.context),
         )
@@ -147,9 +140,7 @@ class Calibration:
     @classmethod
     def from_json(cls, text: str, where: str) -> Calibration:
         """Read a report from untrusted JSON. Raises ValueError, naming `where` and the fields, for anything else."""
-        report = records.read_json(REPORT, text, where)
-        _check_sides(report, where)
-        return report
+        return records.read_json(REPORT, text, where)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -167,15 +158,3 @@ REPORT = TypeAdapter(Calibration)
 def save_json(data: Mapping[str, Any], path: Path) -> None:
     """Write `data` as indented JSON; a failed run leaves the old file."""
     replace_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
-def _check_sides(report: Calibration, where: str) -> None:
-    """Raise ValueError unless a report has either all numbers of the unpatched model or, by its method, none."""
-    compared = report.method != MEASURED
-    predicted = compared and report.chosen is not None
-    sides: dict[str, tuple[Any, bool]] = {"base": (report.base, predicted), "ones": (report.ones, predicted)}
-    sides |= {f"layers.{name}.before": (layer.before, compared) for name, layer in report.layers.items()}
-    for name, (side, expected) in sides.items():
-        if (side is not None) != expected:
-            found, wanted = ("null", "numbers") if expected else ("not null", "null")
-            raise ValueError(f"{where}: {name} is {found}, expected {wanted} with the method {report.method!r}")

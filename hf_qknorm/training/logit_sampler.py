@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.distributed import world_size
 from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights
 from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
@@ -47,7 +47,7 @@ class LogitSampler:
             self.heads = {name: layer.family.style.heads(layer)[0] for name, layer in self.layers.items()}
             fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
             whole = not fsdp1 and all(p.numel() for p in model.parameters())  # not parts, or nothing, as under ZeRO-3
-            self.gains, self.bounds = (largest_gains(model), logit_bounds(model)) if whole else ({}, {})
+            self.limits = norm_limits(model) if whole else {}
             enabled = torch.is_grad_enabled()
             # no method, as a copy of the model would copy the sampler with it
             first = PassFilter(lambda model: torch.is_grad_enabled() is enabled and not self.found)
@@ -85,8 +85,7 @@ class LogitSampler:
         fields: dict[str, Any] = dict(zip(SCALARS, scalars, strict=True))
         fields |= dict(zip(BY_HEAD, map(tuple, by_head), strict=True))
         q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
-        gain_q, gain_k = self.gains.get(name, (None, None))
-        fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
+        fields |= {"grad_q": q, "grad_k": k, **self.limits.get(name, {})}
         return LayerStatistics(tuple(top.tolist()), **fields)
 
 

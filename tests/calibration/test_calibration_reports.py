@@ -65,12 +65,12 @@ def test_reports_have_statistics_before_and_after():
     report = calibrate(model, batches, method="moments")
     _, judged = divided(batches, *HELD_OUT)
     with as_unpatched(model):
-        before = evaluate(model, judged, 50.0, compared=False).layers
-    after = evaluate(model, judged, 50.0, compared=False).layers
+        before = evaluate(model, judged, 50.0, compared=False).after
+    after = evaluate(model, judged, 50.0, compared=False).after
     assert list(report.layers) == list(patched_layers(model))
     for name, got in report.layers.items():
-        assert got.after == after[name].after
-        assert got.before.max_logit == before[name].after.max_logit != got.after.max_logit
+        assert got.after == after[name]
+        assert got.before.max_logit == before[name].max_logit != got.after.max_logit
     assert (report.base.kl, report.base.agreement) == (0, 1)
     assert report.ones.kl > report.chosen.kl > 0
     assert report.scheme == model.config.scheme

@@ -37,9 +37,9 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     patch_model(model.eval(), "none", attn_implementation="hf_qknorm")
     batches = [{"input_ids": x} for x in (batch, tokens(1, 12))]
     assert found.base == predictions(model, batches)[0]
-    for name, report in evaluate(model, batches, 50.0, compared=False).layers.items():
+    for name, layer in evaluate(model, batches, 50.0, compared=False).after.items():
         for field in ("max_logit", "entropy", "over_half", "over_cap"):
-            assert getattr(found.layers[name], field) == pytest.approx(getattr(report.after, field), rel=1e-5, abs=1e-6)
+            assert getattr(found.layers[name], field) == pytest.approx(getattr(layer, field), rel=1e-5, abs=1e-6)
     assert list(found.layers) == list(patched_layers(model))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.families import known_families
-from hf_qknorm.measure.bounds import largest_gains, logit_bound, rotary_scale, worst_bound
+from hf_qknorm.measure.bounds import logit_bound, norm_limits, rotary_scale, worst_bound
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
@@ -119,7 +119,7 @@ def test_the_largest_gains_have_no_sign():
     model = patch_model(sharp_model("llama", num_hidden_layers=1), Scheme(q="rms", k="rms"))
     for norm, gain in zip((m for m in model.modules() if isinstance(m, HeadNorm)), (-3.0, 2.0), strict=True):
         torch.nn.init.constant_(norm.weight, gain)
-    assert [*largest_gains(model).values()] == [(3.0, 2.0)]
+    assert [*norm_limits(model).values()] == [{"gain_q": 3.0, "gain_k": 2.0, "bound": worst_bound(model)}]
 
 
 def largest(model: torch.nn.Module, **inputs: Tensor) -> dict[str, float]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_qknorm import FAMILIES, inspect_model, patch_model
 from hf_qknorm.families import known_families
-from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.bounds import logit_bounds, norm_limits
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
@@ -115,10 +115,9 @@ def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
         assert layer.max_logit == pytest.approx(seen[name].max_logit.tolist(), rel=1e-4)
         assert max(layer.max_logit) <= (layer.bound or torch.inf) * (1 + 1e-5)
     patch_model(model, "soft_cap")
-    assert {name: layer.bound for name, layer in found.layers.items()} == logit_bounds(model)
-    gains = {name: (layer.gain_q, layer.gain_k) for name, layer in found.layers.items()}
-    assert gains == largest_gains(model)
-    assert all((None in pair) == (found.layers[name].bound is None) for name, pair in gains.items())
+    for name, limits in norm_limits(model).items():
+        assert limits == {key: getattr(found.layers[name], key) for key in ("gain_q", "gain_k", "bound")}
+        assert (None in (limits["gain_q"], limits["gain_k"])) == (limits["bound"] is None)
 
 
 @pytest.mark.parametrize("model_type", slow_but(FEW, BOUNDED))
@@ -128,20 +127,18 @@ def test_the_largest_gain_is_that_of_the_stored_weights(model_type):
     if not any([*norm.parameters()] for layer in patched_layers(model).values() for norm in own_norms(layer)):
         pytest.skip("its norms have no gains")
     largest = 2.0 if model_type in PLUS_ONE else 3.0
-    for gains in largest_gains(model).values():
-        assert gains == pytest.approx((largest, largest))
+    for limits in norm_limits(model).values():
+        assert (limits["gain_q"], limits["gain_k"]) == pytest.approx((largest, largest))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "stablelm", "llama"])
 def test_offloaded_norms_have_the_same_bound(model_type):
     model, offloaded = (born(model_type) if model_type != "llama" else sharp_model("llama") for _ in range(2))
     scheme = "qk_norm" if model_type == "llama" else "none"
-    bounds = logit_bounds(patch_model(model, scheme))
+    limits = norm_limits(patch_model(model, scheme))
     cpu_offload(patch_model(offloaded, scheme), execution_device="cpu")
     assert {p.device.type for p in offloaded.parameters()} == {"meta"}
-    assert logit_bounds(offloaded) == pytest.approx(bounds)
-    for name, gains in largest_gains(model).items():
-        assert largest_gains(offloaded)[name] == pytest.approx(gains)
+    assert all(found == pytest.approx(limits[name]) for name, found in norm_limits(offloaded).items())
     assert {p.device.type for p in offloaded.parameters()} == {"meta"}
 
 
