@@ -51,12 +51,9 @@ def test_the_compiler_is_the_one_that_CXX_names(monkeypatch, named, found):
 CASES = [
     ("torch", None, ">=2.11", "problem", 'not installed: pip install "torch>=2.11"'),
     ("transformers", "5.9.0", ">=5.17,<6", "problem", "5.9.0, but >=5.17,<6 is needed"),
-    ("transformers", "6.0.0", ">=5.17,<6", "problem", "6.0.0, but"),
-    ("transformers", "5.17.3", ">=5.17,<6", "ok", "5.17.3"),
     ("transformers", "5.24.9.dev0", ">=5.17,<6", "ok", "5.24.9.dev0"),
     ("transformers", "5.25.0", ">=5.17,<6", "note", "5.25.0, which is untested: the tests have run with"),
     ("torch", "2.15.1+cu132", ">=2.11", "ok", "2.15.1+cu132"),
-    ("torch", "2.16.0", ">=2.11", "note", "2.16.0, which is untested: the tests have run with versions up to 2.15"),
     ("tqdm", "9.9", ">=4.66", "ok", "9.9"),
 ]
 

@@ -50,14 +50,10 @@ def test_a_few_bytes_that_are_not_utf_8_are_replaced(data, tmp_path):
     assert load_text(str(tmp_path / "a.txt")) == data.decode(errors="replace")
 
 
-def test_byte_tokenizer_round_trip(tmp_path):
-    tokenizer = byte_tokenizer()
-    text = "Ünïcode, tabs\t and\n newlines 🙂"
+def test_byte_tokenizer_round_trip():
+    tokenizer, text = byte_tokenizer(), "Ünïcode, tabs\t and\n newlines 🙂"
     ids = tokenize(tokenizer, text)
-    assert len(ids) == len(text.encode())
-    assert tokenizer.decode(ids) == text
-    tokenizer.save_pretrained(tmp_path)
-    assert type(tokenizer).from_pretrained(tmp_path).decode(ids) == text
+    assert (len(ids), tokenizer.decode(ids)) == (len(text.encode()), text)
 
 
 A, B = tokenize(byte_tokenizer(), "ab").tolist()

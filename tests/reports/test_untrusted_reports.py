@@ -63,10 +63,6 @@ def test_each_part_of_a_report(step, model, report, tmp_path, caplog):
 
 
 NAMED = {
-    "speed": 1,
-    "base_model": "\u202egpt2",
-    "dataset": "a/<b>",
-    "method": "| moments |",
     "ones/loss": math.inf,
     "chosen/kl": math.nan,
     "layers/layers.0/after/entropy": [1.0, math.nan],
