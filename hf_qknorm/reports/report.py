@@ -1,4 +1,4 @@
-"""The report of a calibration or a measurement: predictions, and logits and gains by layer; to and from JSON."""
+"""The report of a calibration: predictions, and logits and gains by layer; to and from JSON."""
 
 from __future__ import annotations
 

@@ -40,7 +40,6 @@ def with_a_knee(layers: int = 2) -> Calibration:
     report = example(layers)
     return dataclasses.replace(
         report,
-        method="moments",
         scheme=SCHEMES["qk_norm_cap"],
         knee=4.0,
         knees={0.0: Prediction(1.7, 0.2, 0.8), 4.0: Prediction(1.531, 0.004, 0.97)},
@@ -125,7 +124,6 @@ def test_errors_name_the_file(tmp_path):
     for text, message in {
         "{": "report.json: Invalid JSON",
         "[]": r"report.json: Input should be .*, got \[\]",
-        "[" * 100_000: "report.json: Invalid JSON: recursion limit exceeded",
         '{"a":' * 150 + "1" + "}" * 150: "report.json: method: Field required; .*; and 6 more",
     }.items():
         file.write_text(text)
