@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import BartForConditionalGeneration
 
-from hf_qknorm import logit_statistics, patch_model
+from hf_qknorm import LogitMonitor, logit_statistics, patch_model
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
 from qknorm_tests.tiny import tiny_config, tiny_model
@@ -93,6 +93,17 @@ def test_statistics_are_those_of_logits_and_attention_weights(family):
             tolerance = 1.5 / float(pairs.min())  # one at the threshold may round either way
             torch.testing.assert_close(got, expected, rtol=0, atol=tolerance)
         assert (entry.over_half > entry.over_cap).all()
+
+
+def test_a_sample_of_a_monitor_covers_the_first_rows():
+    model, batch, monitor = sharp_model("llama"), make_batch("left"), LogitMonitor(every=1, rows=1)
+    with monitor.watch(model, 1):
+        model(**batch).loss.backward()
+    with torch.no_grad(), logit_statistics(model) as first:
+        model(**{name: x[:1] for name, x in batch.items()})
+    for name, layer in monitor.last.layers.items():
+        assert layer.max_logit == pytest.approx(first[name].max_logit.tolist(), rel=1e-5)
+        assert layer.entropy == pytest.approx(first[name].entropy.tolist(), rel=1e-5)
 
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan")])

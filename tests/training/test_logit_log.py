@@ -82,7 +82,7 @@ def changed(**fields: Any) -> str:
         (changed(step=-1), "step: Input should be greater than or equal to 0, got -1"),
         (changed(step=True), "step: Input should be a valid integer, got True"),
         (changed(layers={}), "layers: Dictionary should have at least 1 item"),
-        (changed(layers={"a b": {}}), "layers.'a b'.*String should match pattern"),
+        (changed(layers={"a b": {}}), "'layers.a b.*String should match pattern"),
         (changed(entropy=None), "layers.0.entropy: Field required"),
         (changed(more=[1]), "layers.0.more: Unexpected keyword argument"),
         (changed(entropy=[1, "x", 2]), "entropy.1: Input should be a valid number, got 'x'"),
