@@ -169,24 +169,12 @@ def export(
 @command()
 def card(
     checkpoint: Patched,
-    data: Data = None,
-    max_tokens: MaxTokens = 16_384,
-    length: Length = None,
     repo: Annotated[str | None, Option(metavar="REPO", help="The checkpoint's name on the Hub.")] = None,
 ) -> None:
-    """Write the model card of a patched checkpoint. With --data its numbers are measured anew."""
-    from hf_qknorm.convert.card import render_card, write_card
-    from hf_qknorm.convert.remeasure import remeasure_checkpoint
-    from hf_qknorm.files.names import CARD, REPORT
-    from hf_qknorm.files.paths import check_writable, user_path
+    """Write the model card of a patched checkpoint, with a plot, from its config and its report."""
+    from hf_qknorm.convert.card import write_card
 
-    folder = user_path(checkpoint, "the checkpoint")
-    check_writable(folder / CARD, folder / REPORT)
-    _check_needed(data, length=length)
-    if data is not None:
-        render_card(folder, repo_id=repo)  # raises before the measurement, which may take long
-        echo(f"{remeasure_checkpoint(folder, data, tokens=max_tokens, length=length).table()}\n")
-    echo(f"written: {', '.join(map(str, write_card(folder, repo_id=repo)))}")
+    echo(f"written: {', '.join(map(str, write_card(checkpoint, repo_id=repo)))}")
 
 
 @command()

@@ -34,7 +34,7 @@ from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.batches import check_batches
 from hf_qknorm.measure.predictions import require_causal
-from hf_qknorm.measure.text import check_text, default_length, load_text, sample_batches, tokenize
+from hf_qknorm.measure.text import check_text, load_text, sample_batches, sequence_length, tokenize
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.knees import set_knee
 from hf_qknorm.patch import patch_model
@@ -145,7 +145,7 @@ def _prepare(
     require_causal(source.config)
     check_scheme(source.config.model_type, source.config, scheme.resolve())
     tokenizer = load_tokenizer(source.folder)
-    batches = draw(tokenizer, default_length(source.config))
+    batches = draw(tokenizer, sequence_length(source.config))
     check_batches([{"input_ids": batch} for batch in batches["held_out"]], source.config)
     return tokenizer, load_causal(source, dtype=torch.float32), batches
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from hf_qknorm.version import __version__
@@ -26,19 +27,13 @@ if TYPE_CHECKING:
     from hf_qknorm.ops.error_budget import Verdict
 
 PROJECT: Final = "hf-qknorm"
-# The oldest and the newest version that the tests have run with.
-TESTED: Final[dict[str, tuple[str, str]]] = {
-    "python": ("3.11", "3.13"),
-    "torch": ("2.11", "2.15"),
-    "transformers": ("5.17", "5.24"),
-    "accelerate": ("1.15", "1.15"),
-    "peft": ("0.21", "0.21"),
-    "safetensors": ("0.8", "0.8"),
-    "triton": ("3.6", "3.9"),
-}
+NEWEST: Final = {  # that the tests have run with
+    "python": "3.13", "torch": "2.15", "transformers": "5.24", "accelerate": "1.15", "peft": "0.21",
+    "safetensors": "0.8", "triton": "3.9",
+}  # fmt: skip
 UNTESTED_DEVICE: Final = "the tests have run on CPUs and an H100 alone, never on such a device"
 DTYPES: Final = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16", "float16")}
-TOKENS, VOCABULARY = 200, 64  # of the self-check
+TOKENS: Final = 200  # of a sequence of the self-check
 
 
 @dataclass(frozen=True)
@@ -66,42 +61,38 @@ def examine() -> Iterator[Finding]:
 
 def check_versions() -> Iterator[Finding]:
     """Yield a line with the versions as they should be, and one for each that is not."""
-    installed, place = _installed(PROJECT), Path(__file__).parent
-    stale = installed not in (None, __version__)
-    again = f", installed as {installed}: install it again, to bring its requirements along" if stale else ""
-    yield Finding(PROJECT, f"{__version__}, in {place}{again}", "note" if stale else "ok")
-    lines = [Requirement(line) for line in (requires(PROJECT) or [])] if installed else []
+    yield Finding(PROJECT, f"{__version__}, in {Path(__file__).parent}")
+    try:
+        lines = [Requirement(line) for line in requires(PROJECT) or []]
+    except PackageNotFoundError:  # a folder on the path
+        lines = []
     needed = {r.name: str(r.specifier) for r in lines if r.marker is None or r.marker.evaluate({"extra": ""})}
-    names = [name for name in dict.fromkeys([*TESTED, *needed]) if name in needed or _installed(name)]
-    found = [check_version("python", platform.python_version(), ">=3.11")]
-    found += [check_version(name, _installed(name), needed.get(name, "")) for name in names if name != "python"]
+    found = [check_version("python", platform.python_version())]
+    for name in dict.fromkeys([*NEWEST, *needed]):
+        number = _installed(name)
+        if name in needed or number is not None:
+            found.append(check_version(name, number, needed.get(name, "")))
     yield Finding("packages", ", ".join(f"{each.topic} {each.text}" for each in found if each.level == "ok"))
     yield from (each for each in found if each.level != "ok")
 
 
-def check_version(name: str, number: str | None, needed: str) -> Finding:
-    """Compare a package's version, None if it is not installed, with the needed and the tested versions.
+def check_version(name: str, number: str | None, needed: str = "") -> Finding:
+    """Compare a package's version, None if it is not installed, with the needed ones and the newest tested one.
 
     Every release of a tested minor version counts as tested.
 
     >>> check_version("transformers", "5.9.0", ">=5.17,<6").level
     'problem'
-    >>> str(check_version("transformers", "5.99.0", ">=5.17,<6"))
-    'transformers NOTE: 5.99.0, which is untested: the tests have run with 5.17 to 5.24'
+    >>> str(check_version("transformers", "5.99.0"))
+    'transformers NOTE: 5.99.0, which is untested: the tests have run with versions up to 5.24'
     """
-    if number is None:
-        return Finding(name, f'not installed: pip install "{name}{needed}"', "problem")
-    if not Requirement(f"{name}{needed}").specifier.contains(number, prereleases=True):
-        return Finding(name, f'{number}, but {needed} is needed: pip install "{name}{needed}"', "problem")
-    oldest, newest = TESTED.get(name, (number, number))
-    if _minor(oldest) <= _minor(number) <= _minor(newest):
+    if number is None or not SpecifierSet(needed).contains(number, prereleases=True):
+        fault = "not installed" if number is None else f"{number}, but {needed} is needed"
+        return Finding(name, f'{fault}: pip install "{name}{needed}"', "problem")
+    newest = NEWEST.get(name, number)
+    if Version(number).release[:2] <= Version(newest).release[:2]:
         return Finding(name, number)
-    tested = oldest if newest == oldest else f"{oldest} to {newest}"
-    return Finding(name, f"{number}, which is untested: the tests have run with {tested}", "note")
-
-
-def _minor(number: str) -> tuple[int, ...]:
-    return Version(number).release[:2]
+    return Finding(name, f"{number}, which is untested: the tests have run with versions up to {newest}", "note")
 
 
 def _installed(name: str) -> str | None:
@@ -159,64 +150,51 @@ def check_numbers() -> Finding:
     A dtype passes by the error budget of `ops/error_budget.py`.
     """
     device = _device()
-    texts, right = [], True
-    for dtype in DTYPES[device.type]:
-        try:
-            found = attention_error(device, dtype)
-        except Exception as failure:  # drivers and compilers raise anything
-            text = f"attention fails in {dtype} on {device}: {type(failure).__name__}: {failure}"
-            return Finding("numbers", " ".join(text.split()), "problem")
-        texts.append(f"{found.error:.1e} in {dtype} ({found.budget:.1e} is allowed)")
-        right &= found.passed
-    text = f"{'right' if right else 'wrong'} on {device}: relative error {', '.join(texts)}"
+    try:
+        found = {dtype: attention_error(device, dtype) for dtype in DTYPES[device.type]}
+    except Exception as failure:  # drivers and compilers raise anything
+        text = f"attention fails on {device}: {type(failure).__name__}: {failure}"
+        return Finding("numbers", " ".join(text.split()), "problem")
+    right = all(each.passed for each in found.values())
+    errors = ", ".join(f"{each.error:.1e} in {name} ({each.budget:.1e} is allowed)" for name, each in found.items())
+    text = f"{'right' if right else 'wrong'} on {device}: relative error {errors}"
     return Finding("numbers", text, "ok" if right else "problem")
 
 
-def attention_error(device: torch.device, dtype: str) -> Verdict:
-    """The verdict on a model with `hf_qknorm` attention on the device: on logits and gradients, each of length 1."""
+def attention_error(device: torch.device, name: str) -> Verdict:
+    """The verdict on a model of dtype `name` with `hf_qknorm` attention: on logits and gradients, each of length 1."""
     import torch
 
+    from hf_qknorm import Scheme, patch_model
     from hf_qknorm.ops.error_budget import Verdict, verdict
+    from hf_qknorm.small_model import small_llama
 
-    exact = _small_model().to(getattr(torch, dtype))
-    ids = torch.arange(2 * TOKENS).view(2, TOKENS) * 7 % VOCABULARY
-    got, eager = (
-        _numbers(copy.deepcopy(exact).to(device), name, ids.to(device)) for name in ("hf_qknorm", "hf_qknorm_eager")
-    )
-    expected = _numbers(exact.double(), "hf_qknorm_eager", ids)
+    dtype = getattr(torch, name)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = patch_model(small_llama(layers=1), Scheme(q="rms", k="rms", softcap=5.0)).to(dtype)  # bends logits
+
+    def numbers(attention: str, place: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The logits, and the gradients of the attention layer's parameters."""
+        copied = copy.deepcopy(model).to(place, dtype)
+        copied.set_attn_implementation(attention)
+        ids = torch.arange(2 * TOKENS, device=place).view(2, TOKENS) * 7 % 257
+        found = copied(input_ids=ids, labels=ids)
+        found.loss.backward()
+        parts = (found.logits, *(p.grad for p in copied.model.layers[0].self_attn.parameters()))
+        return [part.detach().double().cpu() for part in parts]
+
+    exact = numbers("hf_qknorm_eager", "cpu", torch.float64)
+    got, eager = (numbers(attention, device, dtype) for attention in ("hf_qknorm", "hf_qknorm_eager"))
     actual, wanted, plain = (
-        torch.cat([(x.double().cpu() / y.norm()).flatten() for x, y in zip(numbers, expected, strict=True)])
-        for numbers in (got, expected, eager)
+        torch.cat([(x / y.norm()).flatten() for x, y in zip(parts, exact, strict=True)])
+        for parts in (got, exact, eager)
     )
     error, budget = verdict(actual, wanted, plain)
-    return Verdict(error, budget + torch.finfo(getattr(torch, dtype)).eps)
+    return Verdict(error, budget + torch.finfo(dtype).eps)
 
 
 def _device() -> torch.device:
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _small_model() -> Any:
-    """A patched Llama of one layer on the CPU: grouped queries, head_dim 64, and a cap that bends the logits."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from hf_qknorm import Scheme, patch_model
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=256, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=TOKENS, initializer_range=0.1,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return patch_model(LlamaForCausalLM(config), Scheme(q="rms", k="rms", softcap=5.0))
-
-
-def _numbers(model: Any, attention: str, ids: Any) -> list[Any]:
-    """The logits, and the gradients of the attention layer's parameters."""
-    model.set_attn_implementation(attention)
-    found = model(input_ids=ids, labels=ids)
-    found.loss.backward()
-    return [found.logits.detach(), *(p.grad for p in model.model.layers[0].self_attn.parameters())]

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 from matplotlib import colormaps
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from hf_qknorm.files.atomic_io import replace_file
 from hf_qknorm.files.formatting import format_fixed
 
 if TYPE_CHECKING:
-    from hf_qknorm.inspection.report import Inspection, KneeTrials
+    from hf_qknorm.inspection.report import Inspection
     from hf_qknorm.reports.report import Calibration
     from hf_qknorm.training.logit_log import LogitSample
 
@@ -27,9 +26,8 @@ LARGEST = 1e12  # larger numbers are drawn here: axes overflow near the largest 
 LETTERED = 24  # layers or heads up to which a number in each cell is legible
 COLUMNS = 400  # of a map of steps: in a longer log, a column shows the worst of several samples
 LINEAR = 8.0  # an axis with doublings is linear up to this logit, because it has no place for 0
-INK, GRID, OUTLINE = "#333333", "#888888", "#ff6b4a"
+INK, GRID = "#333333", "#888888"
 COLOURS = {"unpatched": "#4d4d4d", "fresh gains": "#c8553d", "calibrated": "#2a7f9e"}  # safe for colour blindness
-ENTROPY = "attention entropy (nats)"
 DEMO = ("Converted: rise in loss", "Trained on: held-out loss", "Trained on: largest |logit|")
 
 Rows = Sequence[Sequence[float]]  # by layer
@@ -57,35 +55,23 @@ def finish_axes(axes: Any, xlabel: str, ylabel: str = "", size: float = 9) -> No
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def legend_above(axes: Any, size: float = 9, columns: int = 4) -> None:
-    """Put the legend above the axes."""
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
-    axes.legend(frameon=False, fontsize=size, ncols=columns, labelcolor=INK, **place)
-
-
 def _legend_outside(figure: Figure, axes: Any, side: str) -> None:
     handles = axes.get_legend_handles_labels()
     figure.legend(*handles, frameon=False, fontsize=9, ncols=4, labelcolor=INK, loc=f"outside {side} center")
 
 
-def write_beside(axes: Any, text: str, point: tuple[float, float], shift: tuple[float, float], **style: Any) -> None:
-    """Write `text` at `point`, moved by `shift` in typographic points."""
-    axes.annotate(text, point, xytext=shift, textcoords="offset points", **{"fontsize": 9, "color": INK, **style})
-
-
 def draw_calibration(report: Calibration, path: str | Path) -> None:
-    """Draw every head's largest |logit| and entropy by layer, unpatched (if measured) and converted.
+    """Draw every head's largest |logit| and entropy by layer, unpatched and converted.
 
     Marks show each layer's bound and the cap.
     """
     layers = list(report.layers.values())
-    sides = {"unpatched": [layer.before for layer in layers if layer.before is not None]}
-    sides |= {"calibrated": [layer.after for layer in layers]}
+    sides = {"unpatched": [layer.before for layer in layers], "calibrated": [layer.after for layer in layers]}
     figure = new_figure(9.5, min(max(1.9 + 0.3 * len(layers), 3.0), 11.0))
     left, right = figure.subplots(1, 2, sharey=True)
     for axes, field, worst in ((left, "max_logit", max), (right, "entropy", min)):
-        _draw_heads(axes, {name: [getattr(x, field) for x in side] for name, side in sides.items() if side}, worst)
-    bounds = _drawable(math.nan if layer.bound is None else layer.bound for layer in layers)
+        _draw_heads(axes, {name: [getattr(x, field) for x in side] for name, side in sides.items()}, worst)
+    bounds = _drawable(math.nan if layer.after.bound is None else layer.after.bound for layer in layers)
     if places := {i: bound for i, bound in enumerate(bounds) if bound > 0}:  # NaN is not
         left.set_xscale("symlog", base=2, linthresh=LINEAR, linscale=0.4)
         left.xaxis.set_major_formatter("{x:g}")
@@ -105,7 +91,7 @@ def draw_calibration(report: Calibration, path: str | Path) -> None:
 
 def _draw_heads(axes: Any, sides: Mapping[str, Rows], worst: Callable[..., float]) -> None:
     """Draw a small dot per head and a large dot for the layer's worst, with a line from side to side."""
-    shifts = (-0.13, 0.13) if len(sides) > 1 else (0.0,)
+    shifts = (-0.13, 0.13)
     extremes: list[list[float]] = []
     for (name, layers), shift in zip(sides.items(), shifts, strict=True):
         size = 46 if len(layers) <= 32 else 14
@@ -120,89 +106,59 @@ def _draw_heads(axes: Any, sides: Mapping[str, Rows], worst: Callable[..., float
 
 
 def draw_inspection(inspection: Inspection, path: str | Path) -> None:
-    """Draw the largest |logit| and the entropy of every head, and the loss over the bound by knee, if knees were tried.
-
-    Dark cells are at risk. Their colours depend on the cap and on the entropy of even attention, not on the model: two
-    drawings can be compared.
-    """
-    logits = [layer.max_logit for layer in inspection.layers.values()]
-    entropies = [layer.entropy for layer in inspection.layers.values()]
-    layers, heads, knees = len(logits), len(logits[0]), inspection.knees
-    width, height = min(max(7.0 + 0.1 * heads, 8.0), 12.0) + 5.0 * bool(knees), min(max(2.2 + 0.32 * layers, 3.8), 11.0)
-    figure = new_figure(width, height, inspection.title)
-    left, right, *curve = figure.subplots(1, 3 if knees else 2, width_ratios=(1, 1, 1.3) if knees else None)
-    _draw_logits(figure, left, logits, inspection.cap, "largest |logit|, before any cap")
-    numbered = enumerate(inspection.layers.values())
-    collapsed = [(i, head) for i, layer in numbered for head in layer.collapsed(inspection.cap)]
-    note = "; outlined: low, with large logits" if collapsed else ""
-    _draw_entropies(figure, right, entropies, inspection.layers.values(), f"{ENTROPY}{note}")
-    for i, head in collapsed:
-        box = Rectangle((head - 0.46, i - 0.46), 0.92, 0.92, fill=False, edgecolor=OUTLINE)
-        right.add_patch(box).set_linewidth(1.8 if layers <= LETTERED else 0.7)
-    for axes in (left, right):
-        axes.set_xlabel("head", color=INK)
-        axes.set_xticks(_ticks(heads, 16))
-    left.set_ylabel("layer", color=INK)
-    if knees:
-        _draw_knees(curve[0], knees, inspection.largest)
+    """Draw the largest |logit| and the entropy of every head, as maps of layers × heads."""
+    layers = list(inspection.layers.values())
+    logits, entropies = [_drawable(layer.max_logit) for layer in layers], [_drawable(layer.entropy) for layer in layers]
+    figure, axes = _draw_maps(inspection.title, logits, entropies, inspection.cap, layers)
+    for each in axes:
+        each.set_xlabel("head", color=INK)
+        each.set_xticks(_ticks(len(layers[0].entropy), 16))
     save_figure(figure, path)
-
-
-def _draw_knees(axes: Any, knees: KneeTrials, largest: float) -> None:
-    """Draw the rise in loss over the bound, a point per knee, the chosen one filled.
-
-    Lines mark the rise that `calibrate` allows and the largest |logit| of the unpatched model.
-    """
-    bounded = [(trial, trial.bound) for trial in knees.trials if trial.bound is not None]
-    points = [(trial, bound) for trial, bound in bounded if math.isfinite(bound) and math.isfinite(trial.rise)]
-    colour = COLOURS["calibrated"]
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("symlog", linthresh=knees.limit, linscale=0.8)
-    axes.axhline(knees.limit, color=OUTLINE, linewidth=1, linestyle="--", label="rise that calibrate() allows")
-    axes.axvline(max(largest, 1e-6), color=GRID, linewidth=1, linestyle=":", label="largest |logit| seen unpatched")
-    axes.plot([bound for _, bound in points], [trial.rise for trial, _ in points], color=colour, linewidth=1.5)
-    for trial, bound in points:
-        chosen = trial is knees.chosen
-        fill, size = (colour, 11) if chosen else ("white", 7)
-        axes.plot(bound, trial.rise, marker="o", markersize=size, color=colour, markerfacecolor=fill, zorder=3)
-        label = f"knee {trial.knee:.3g}" + (", chosen" if chosen else "")
-        write_beside(axes, label, (bound, trial.rise), (8, 6), fontweight="bold" if chosen else "normal")
-    axes.margins(x=0.2, y=0.1)
-    marks = [0.0, knees.limit, *(10.0**i for i in range(-4, 3) if 2 * knees.limit < 10.0**i < axes.get_ylim()[1])]
-    axes.set_yticks(marks, labels=[f"{mark:.2g}" for mark in marks])
-    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=8))
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
-    finish_axes(axes, "bound on |logit| for any input, before any cap", "rise in loss (nats)")
-    legend_above(axes, size=8, columns=2)
 
 
 def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
     """Draw the samples from `read_log`: the largest |logit| and the least entropy of each layer, by step.
 
-    Dark cells are at risk. Colours depend on the cap and on the entropy of even attention. Raises ValueError without a
-    sample.
+    Raises ValueError without a sample.
     """
     if not samples:
         raise ValueError("there is nothing to draw: the log holds no sample yet")
     names = dict.fromkeys(name for sample in samples for name in sample.layers)
-    seen = [layer for sample in samples for layer in sample.layers.values()]
+    layers = [layer for sample in samples for layer in sample.layers.values()]
     starts = _ticks(len(samples), COLUMNS)
     columns = [samples[i : i + starts.step] for i in starts]
     cells = [[[s.layers[name] for s in column if name in s.layers] for column in columns] for name in names]
     logits = [[_worst(chain(*(x.max_logit for x in cell)), max) for cell in row] for row in cells]
     entropies = [[_worst(chain(*(x.entropy for x in cell)), min) for cell in row] for row in cells]
     title = f"Attention in training: {len(samples)} samples of steps {samples[0].step} to {samples[-1].step}"
-    figure = new_figure(12, min(max(2.0 + 0.25 * len(names), 3.4), 12.0), title)
-    left, right = figure.subplots(1, 2, sharey=True)
-    _draw_logits(figure, left, logits, seen[-1].cap, "largest |logit| of the worst head, before any cap")
-    _draw_entropies(figure, right, entropies, seen, f"{ENTROPY} of the sharpest head")
+    figure, axes = _draw_maps(title, logits, entropies, layers[-1].cap, layers)
     ticks = _ticks(len(columns), 10)
-    for axes in (left, right):
-        axes.set_xticks(ticks, labels=[str(columns[i][-1].step) for i in ticks])
-        axes.set_xlabel("step", color=INK)
-    left.set_ylabel("layer", color=INK)
+    for each in axes:
+        each.set_xticks(ticks, labels=[str(columns[i][-1].step) for i in ticks])
+        each.set_xlabel("step", color=INK)
     save_figure(figure, path)
+
+
+def _draw_maps(title: str, logits: Rows, entropies: Rows, cap: float, layers: Iterable[Any]) -> tuple[Figure, Any]:
+    """Draw maps of the largest |logit| and of the least entropy in each cell, a row for each layer.
+
+    Dark cells are at risk: logits are coloured by doublings from 1/16 of the cap to twice the cap, and entropies from 0
+    to that of even attention in `layers`, so that two drawings can be compared.
+    """
+    rows, columns = len(logits), len(logits[0])
+    size = min(max(7.0 + 0.1 * columns, 8.0), 12.0), min(max(2.2 + 0.3 * rows, 3.8), 12.0)
+    figure = new_figure(*size, title)
+    axes = figure.subplots(1, 2, sharey=True)
+    norm = LogNorm(cap / 16, 2 * cap, clip=True)
+    bar = _draw_cells(figure, axes[0], logits, norm, "YlOrRd", "largest |logit|, before any cap")
+    ticks = [cap * 2.0**i for i in range(-4, 2)]
+    bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+    bar.minorticks_off()
+    scale = Normalize(0, max(0.1, *(layer.even for layer in layers)))
+    bar = _draw_cells(figure, axes[1], entropies, scale, "YlGnBu_r", "attention entropy (nats)")
+    bar.locator = MaxNLocator(nbins=5)
+    axes[0].set_ylabel("layer", color=INK)
+    return figure, axes
 
 
 def draw_demo(conversion: Mapping[str, Any], runs: Sequence[Any], path: str | Path) -> None:
@@ -240,25 +196,12 @@ def _draw_runs(axes: Any, runs: Sequence[Any], field: str, label: str) -> None:
         axes.plot(list(run.measured), numbers, marker=marker, markersize=4 if fast else 2.5, **style)
         if fast:
             last = format_fixed(numbers[-1], 3 if field == "loss" else 0)
-            write_beside(axes, last, (run.steps, numbers[-1]), (6, 0), va="center", color=colour)
+            place: dict[str, Any] = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(last, (run.steps, numbers[-1]), fontsize=9, color=colour, **place)
     axes.margins(x=0.12 if runs else 0.05, y=0.1)
     finish_axes(axes, "steps of continued training", label)
     if not runs:
         axes.text(0.5, 0.5, "not trained yet", ha="center", transform=axes.transAxes, color=GRID)
-
-
-def _draw_logits(figure: Figure, axes: Any, logits: Rows, cap: float, label: str) -> None:
-    """Draw the largest |logit|, coloured by doublings from 1/16 of the cap to twice the cap."""
-    bar = _draw_cells(figure, axes, logits, LogNorm(cap / 16, 2 * cap, clip=True), "YlOrRd", label)
-    ticks = [cap * 2.0**i for i in range(-4, 2)]
-    bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
-    bar.minorticks_off()
-
-
-def _draw_entropies(figure: Figure, axes: Any, entropies: Rows, layers: Iterable[Any], label: str) -> None:
-    """Draw attention entropies, coloured from 0 to the entropy of even attention."""
-    scale = Normalize(0, max(0.1, *(layer.even for layer in layers)))
-    _draw_cells(figure, axes, entropies, scale, "YlGnBu_r", label).locator = MaxNLocator(nbins=5)
 
 
 def _draw_cells(figure: Figure, axes: Any, values: Rows, scale: Normalize, colours: str, label: str) -> Any:

@@ -10,8 +10,8 @@ import transformers
 
 from hf_qknorm import patch_model
 from hf_qknorm.checkpoint import load_causal, load_model, load_tokenizer, open_source
+from hf_qknorm.inspection import inspect
 from hf_qknorm.inspection.inspect import inspect_checkpoint
-from hf_qknorm.measure import measured_checkpoint
 from hf_qknorm.model.placement import check_finite, is_offloaded, placement
 from qknorm_tests.folders import configure, save_with_tokenizer
 from qknorm_tests.tables import sharp_model
@@ -96,7 +96,7 @@ def test_an_inspection_of_layers_in_files(tmp_path, monkeypatch):
     text = tmp_path / "text.txt"
     text.write_text("to be, or not to be: that is the question. " * 20)
     whole = inspect_checkpoint(str(folder), data=str(text), max_tokens=512)
-    monkeypatch.setattr(measured_checkpoint, "placement", lambda place, _, offload: placement(place, 60_000, offload))
+    monkeypatch.setattr(inspect, "placement", lambda place, _, offload: placement(place, 60_000, offload))
     streamed = inspect_checkpoint(str(folder), data=str(text), max_tokens=512)
     assert streamed.base.loss == whole.base.loss
     assert streamed.advice.scheme == whole.advice.scheme

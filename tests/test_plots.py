@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Calibration
-from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials
+from hf_qknorm.inspection.report import Inspection
 from hf_qknorm.plots import draw_calibration, draw_inspection, draw_log, save_figure
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.training.logit_log import LogitSample
@@ -28,54 +25,33 @@ def made_up(layers: int, heads: int, size: float, seed: int = 0) -> dict[str, La
     logits = (size * torch.exp(torch.randn(layers, heads, generator=generator))).tolist()
     entropy = (torch.rand(layers, heads, generator=generator) * 4).tolist()
     return {
-        f"layers.{i}": LayerStatistics(
-            tuple(a), tuple(b), *((0.0,) * heads,) * 2, *((1.0,) * heads,) * 2, even=4.5, cap=50.0
-        )
+        f"layers.{i}": LayerStatistics(tuple(a), tuple(b), *((0.0,) * heads,) * 2, even=4.5, cap=50.0, bound=40.0 + i)
         for i, (a, b) in enumerate(zip(logits, entropy, strict=True))
     }
 
 
 def calibration(layers: int, size: float) -> Calibration:
     before, after = made_up(layers, 4, 3 * size), made_up(layers, 4, size, seed=1)
-    found = {name: LayerReport(before[name], after[name], None, None, 40.0 + i) for i, name in enumerate(before)}
+    found = {name: LayerReport(before[name], after[name]) for name in before}
     predictions = Prediction(2.0), Prediction(3.0), Prediction(2.1)
     return Calibration("moments", 10, SCHEMES["qk_norm_cap"].resolve(), 50.0, *predictions, found)
 
 
-def inspection(layers: int, heads: int, size: float = 10.0, **changes: Any) -> Inspection:
-    found = Inspection("made/up", "llama", 4096, 256, 50.0, made_up(layers, heads, size))
-    return dataclasses.replace(found, **changes)
+def inspection(layers: int, heads: int, size: float = 10.0) -> Inspection:
+    return Inspection("made/up", "llama", 4096, 256, 50.0, made_up(layers, heads, size))
 
 
 def samples(count: int, layers: int, heads: int, size: float = 10.0) -> list[LogitSample]:
     return [LogitSample(10 * i, made_up(layers, heads, size, seed=i)) for i in range(count)]
 
 
-def knees(rises: dict[float, tuple[float, float | None]]) -> KneeTrials:
-    trials = tuple(KneeTrial(knee, rise, 0.0, bound) for knee, (rise, bound) in rises.items())
-    return KneeTrials(SCHEMES["qk_norm_cap"], 0.01, trials)
-
-
-def with_knees(name: str, largest: float = 10.0) -> Inspection:
-    return inspection(2, 2, largest, knees=knees(RISES[name]))
-
-
-RISES = {
-    "usual": {0.0: (0.4, 36.0), 1.0: (0.08, 70.0), 4.0: (0.005, 170.0), 8.0: (0.002, 300.0)},
-    "lower than unpatched": {0.0: (0.1, 36.0), 4.0: (-0.002, 170.0)},
-    "none is kept": {0.0: (0.4, 36.0), 4.0: (0.1, 170.0)},
-    "not finite": {0.0: (math.nan, 36.0), 1.0: (0.1, math.inf), 2.0: (0.1, None), 4.0: (0.1, 170.0)},
-    "nothing to draw": {0.0: (math.nan, 36.0)},
-    "huge": {0.0: (50.0, 1e7), 4.0: (0.001, 1e9)},
-}
 SIZES = [(1, 1, 1), (12, 2, 4), (20, 20, 4), (1001, 3, 2)]
 PICTURES = {
     f"{draw.__name__}, {arguments}": (draw, make, arguments)
     for draw, make, cases in (
         (draw_calibration, calibration, covering([1, 60], VALUES, strength=1)),
         (draw_log, samples, [(*shape, value) for shape, value in covering(SIZES, VALUES, strength=1)]),
-        (draw_inspection, inspection, [(60, 40), (2, 2, 0.01)]),
-        (draw_inspection, with_knees, covering(RISES, [0.01, 10.0, 1e5], strength=1)),
+        (draw_inspection, inspection, [(60, 40), *((2, 2, value) for value in (0.01, *VALUES))]),
     )
     for arguments in cases
 }
@@ -118,14 +94,7 @@ def test_a_calibration_shows_each_head_the_worst_ones_and_the_bounds(tmp_path, f
     assert {text.get_text() for text in figures[0].legends[0].texts} >= {"unpatched", "calibrated", "cap 50"}
 
 
-def test_a_measured_model_is_drawn_alone(tmp_path, figures):
-    report = calibration(3, 10.0)
-    layers = {name: dataclasses.replace(layer, before=None) for name, layer in report.layers.items()}
-    draw_calibration(dataclasses.replace(report, layers=layers), tmp_path / "picture.png")
-    assert {text.get_text() for text in figures[0].legends[0].texts}.isdisjoint({"unpatched"})
-
-
-def test_an_inspection_shows_every_head_and_outlines_collapsed_ones(figures, tmp_path):
+def test_an_inspection_shows_every_head(figures, tmp_path):
     found = inspection(4, 4, size=60.0)
     draw_inspection(found, tmp_path / "map.png")
     left, right, *_ = figures[0].axes
@@ -134,22 +103,6 @@ def test_an_inspection_shows_every_head_and_outlines_collapsed_ones(figures, tmp
         torch.testing.assert_close(shown, torch.tensor([getattr(layer, field) for layer in found.layers.values()]))
         assert len(axes.texts) == 16
     assert right.texts[0].get_text() == f"{found.layers['layers.0'].entropy[0]:.1f}"
-    collapsed = sum(len(layer.collapsed(found.cap)) for layer in found.layers.values())
-    assert collapsed > 0
-    assert len(right.patches) == collapsed
-
-
-def test_the_curve_of_knees_has_points_lines_and_the_chosen_knee(figures, tmp_path):
-    found = with_knees("usual")
-    draw_inspection(found, tmp_path / "map.png")
-    (axes,) = (axes for axes in figures[0].axes if axes.get_ylabel().startswith("rise in loss"))
-    limit, seen, curve, *points = axes.lines
-    assert set(limit.get_ydata()) == {0.01}
-    assert set(seen.get_xdata()) == {found.largest}
-    assert list(curve.get_xdata()) == [36, 70, 170, 300]
-    assert list(curve.get_ydata()) == [0.4, 0.08, 0.005, 0.002]
-    assert [x.get_markerfacecolor() == x.get_color() for x in points] == [False, False, False, True]
-    assert [text.get_text() for text in axes.texts] == ["knee 0", "knee 1", "knee 4", "knee 8, chosen"]
 
 
 @pytest.mark.parametrize("count", [3, 1001])
@@ -164,6 +117,6 @@ def test_a_log_is_a_map_of_layers_and_steps_with_the_worst_head_of_each(figures,
         assert [worst(row) for row in shown.tolist()] == expected
 
 
-def test_an_empty_log_is_refused(tmp_path: Path):
+def test_an_empty_log_is_refused():
     with pytest.raises(ValueError, match="holds no sample yet"):
-        draw_log([], tmp_path / "map.png")
+        draw_log([], "map.png")

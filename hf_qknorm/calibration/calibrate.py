@@ -18,7 +18,7 @@ from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
 from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
-from hf_qknorm.measure.predictions import evaluate, layer_reports, output_error, predictions
+from hf_qknorm.measure.predictions import evaluate, output_error, predictions
 from hf_qknorm.measure.text import batches_for, context_length
 from hf_qknorm.model.adapters import unwrap_peft
 from hf_qknorm.model.attention import patched_layers
@@ -26,7 +26,7 @@ from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.in_memory import mark_in_memory
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import set_record
-from hf_qknorm.reports.records import Prediction
+from hf_qknorm.reports.records import LayerReport, Prediction
 from hf_qknorm.reports.report import Calibration
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def calibrate(
     - texts, as a string or a list of strings, or a path to a file or a folder: cut into batches `[batch_size, length]`,
       by default 256 long, or half of the positions where these are learned. `tokenizer` is by default the one of
       `model.name_or_path`
-    - batches, as your training has them: tensors `[B, T]`, or mappings that a list, a dataset or a DataLoader yields.
+    - batches, as your training has them: tensors `[B, T]`, or mappings of tensors, as a list or a DataLoader yields.
       All tensors that the model's forward takes are passed to it. Padding is left out, tokens with the label −100 are
       not predicted, and packed documents with "position_ids" are separate. An encoder of images takes "pixel_values"
       `[B, C, H, W]`, and `max_tokens` counts images. A model of masked tokens (BERT) needs "labels"
@@ -100,7 +100,7 @@ def calibrate(
     >>> report = qk.calibrate(model, texts)
     >>> report.method, report.knee > 0
     ('moments', True)
-    >>> report.loss - report.base_loss < 0.1  # nats
+    >>> report.loss - report.base.loss < 0.1  # nats
     True
     """
     require_whole(model)
@@ -142,7 +142,7 @@ def calibrate(
             base=found.base,
             ones=fresh,
             chosen=found.own,
-            layers=layer_reports(bare, found.before, found.after),
+            layers={name: LayerReport(found.before[name], after) for name, after in found.after.items()},
             judged=count_tokens(judged),
             base_model=hub_name(str(bare.name_or_path)) if from_hub else None,
             knees=tried,

@@ -27,7 +27,7 @@ from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT, TOKE
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure.predictions import predictions_of
 from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.reports.report import MEASURED, Calibration
+from hf_qknorm.reports.report import Calibration
 
 logger = logging.getLogger("hf_qknorm")
 TAG: Final = "hf_qknorm"  # identifies a card that this package generated
@@ -109,9 +109,7 @@ def current_report(folder: Path) -> Calibration | None:
     try:
         return Calibration.load(folder / REPORT)
     except ValueError as error:
-        raise ValueError(
-            f"{error}. Remove the file, or write a new one with `hf-qknorm card FOLDER --data TEXT`"
-        ) from error
+        raise ValueError(f"{error}. Remove the file, or convert again") from error
 
 
 def is_generated_card(path: Path) -> bool:
@@ -200,7 +198,7 @@ def _card_data(
 
 def _results(report: Calibration | None) -> list[EvalResult]:
     """The finite losses and perplexities, of this model and of the unpatched one."""
-    text = "local text" if report is not None and report.method == MEASURED else "calibration text"
+    text = "calibration text"
     dataset = None if report is None else report.dataset
     titles, found = {"this model": "converted", "unpatched": "unpatched"}, predictions_of(report)
     return [
@@ -246,7 +244,6 @@ def _context(folder: Path, config: Any, report: Calibration | None) -> dict[str,
         "backends": ", ".join(f"`{name}`" for name in CAP_BACKENDS if not name.startswith("hf_qknorm")),
         "papers": papers.papers_of(scheme, latent),
         "report": report,
-        "measured": report is not None and report.method == MEASURED,
         "predictions": predictions_of(report),
         "fixed": format_fixed,
         "largest": {

@@ -48,7 +48,7 @@ def knee_scheme(found: Inspection) -> Scheme:
 
 def advise(found: Inspection) -> Advice:
     """The scheme for this model: the numbers that decide, and the next command or call."""
-    (worst, layer), own, largest, knees = found.ranked[0], found.own_cap, found.largest, found.knees
+    (worst, layer), own, largest, base = found.ranked[0], found.own_cap, found.largest, found.base
     seen = f"the largest |logit| is {largest:.1f} ({worst}, head {layer.max_logit.index(largest)})"
     if collapsed := sum(len(each.collapsed(found.cap)) for each in found.layers.values()):
         seen += f"; {collapsed} heads with large logits attend to hardly more than one token"
@@ -58,11 +58,12 @@ def advise(found: Inspection) -> Advice:
         return Advice(found.present, (seen, f"{kept}: nothing need be added", "watch them in training: LogitMonitor"))
     latent = "a server with a latent cache must hold one number more for each token and head; a cap needs none"
     notes = [latent] * found.latent
-    if knees is not None and (knee := knees.chosen) is not None:
-        bound = "" if knee.bound is None else f" and bounds |logit| by {knee.bound:.0f} for any input"
-        cost = f"a knee of {knee.knee:.3g} costs {knee.rise:+.3f} nats (KL {knee.kl:.3f}){bound}"
+    if found.knee is not None and base is not None:
+        tried = found.knees[found.knee]
+        bound = "" if tried.bound is None else f" and bounds |logit| by {tried.bound:.0f} for any input"
+        cost = f"a knee of {found.knee:.3g} costs {tried.loss - base.loss:+.3f} nats (KL {tried.kl:.3f}){bound}"
         call = "calibrate(), or hf-qknorm convert --data TEXT, finds it"
-        return Advice(knees.scheme, (seen, cost, call, *notes))
+        return Advice(found.knee_scheme, (seen, cost, call, *notes))
     cap = harmless_cap(found)
     if found.normed or cap is not None:
         cap = cap or wide_cap(largest, own or found.cap)

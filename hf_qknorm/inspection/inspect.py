@@ -7,30 +7,34 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_qknorm.calibration.knees import KNEES, LIMIT, tried_knees
-from hf_qknorm.checkpoint import open_source
+from hf_qknorm.calibration.knees import KNEES, LIMIT, cost, tried_knees
+from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source
 from hf_qknorm.families import family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
-from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials, scheme_name
+from hf_qknorm.inspection.report import Inspection, scheme_name
 from hf_qknorm.measure import text
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
-from hf_qknorm.measure.bounds import largest_gains, logit_bounds, worst_bound
+from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
-from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
 from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.derived import QKNormModel
+from hf_qknorm.model.placement import placement
 from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.reports.records import Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
 
+SEQUENCES: Final = 8  # in a forward pass
 SWEPT: Final = tuple(knee for knee in KNEES if knee >= 1)
 
 
@@ -40,7 +44,7 @@ def inspect_model(
     *,
     tokenizer: Any = None,
     max_tokens: int = 16_384,
-    batch_size: int = 8,
+    batch_size: int = SEQUENCES,
     length: int | None = None,
     cap: float | None = None,
 ) -> Inspection:
@@ -96,7 +100,14 @@ def inspect_checkpoint(
     source = open_source(checkpoint)
     if not isinstance(source.config, QKNormConfig):
         family_of(source.config)
-    with loaded_with_text(source, data, max_tokens, length) as (model, batches):
+    length = text.sequence_length(source.config, length)
+    require_causal(source.config)
+    tokenizer = load_tokenizer(source.folder)
+    cut = {"batch": SEQUENCES, "length": length, "max_tokens": max_tokens}
+    batches = text.as_batches(None, data, lambda: tokenizer, **cut)
+    check_batches(batches, source.config)
+    with TemporaryDirectory(prefix="hf-qknorm-") as offload:
+        model = load_causal(source, **placement(source.folder, None, Path(offload)))
         return inspect_model(model, batches, max_tokens=max_tokens, cap=cap)
 
 
@@ -112,17 +123,13 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
     for name, layer in layers.items():
         if not all(map(math.isfinite, (*layer.max_logit, *layer.entropy))):
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
-    bounds, gains = logit_bounds(model), largest_gains(model)
     return Inspection(
         *names,
         tokens=count_tokens(batches),
         length=longest_sequence(batches),
         context=text.context_length(model.config),
         cap=cap,
-        layers={
-            name: replace(layer, bound=bounds[name], gain_q=gains[name][0], gain_k=gains[name][1])
-            for name, layer in layers.items()
-        },
+        layers=layers,
         scheme=scheme if compared else None,
         base=base if compared else own,
         patched=own if compared else None,
@@ -139,32 +146,40 @@ def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) ->
     where queries and keys can be normed, up to the one that `calibrate` would set. Their gains follow from two numbers
     a layer, so the batches that judge set them too.
     """
-    if found.base is None:
+    whole = found.base
+    if whole is None:
         return found
     _, judged = divided(batches)
     kept: list[ModelOutput] = []  # of the unpatched model
     caps = (found.cap, wide_cap(found.largest, found.cap)) if found.own_cap is None else ()
     schemes = [Scheme(softcap=cap) for cap in dict.fromkeys(caps)]
     schemes += [SCHEMES["q_norm"], SCHEMES["qk_norm"]] if not found.normed else []
-    trials = {}
+    trials: dict[str, Prediction] = {}
     for scheme in schemes:
         with _patched(model, scheme):
             base, own = predictions(model, judged, kept)
-        if base is not None and own is not None:
-            trials[scheme_name(scheme)] = replace(own, loss=found.base.loss + own.loss - base.loss)
+            if base is not None and own is not None:
+                trials[scheme_name(scheme)] = _as_of_all(whole, base, own, worst_bound(model))
     found = replace(found, trials=trials)
     scheme = knee_scheme(found)
     if family_of(model.config).refusal(model.config, scheme) is not None:
         return found
-    knees: list[KneeTrial] = []
+    knees: dict[float, Prediction] = {}
+    chosen = None
     with _patched(model, scheme), tried_knees(model, judged, SWEPT, kept) as tried:
         for knee in SWEPT:
-            ends = bool(knees) and knees[-1].cost <= LIMIT
             base, own = tried(knee)
-            knees.append(KneeTrial(knee, own.loss - base.loss, own.kl, worst_bound(model)))
-            if ends:
+            knees[knee] = _as_of_all(whole, base, own, worst_bound(model))
+            if chosen is not None:  # the next larger one, as a margin
+                chosen = knee
                 break
-    return replace(found, knees=KneeTrials(scheme, LIMIT, tuple(knees)))
+            chosen = knee if cost(base, own) <= LIMIT else None
+    return replace(found, knees=knees, knee=chosen, knee_scheme=scheme)
+
+
+def _as_of_all(whole: Prediction, base: Prediction, own: Prediction, bound: float | None) -> Prediction:
+    """A trial as a prediction of the whole text: the loss of the unpatched model there, and the rise on the eighth."""
+    return replace(own, loss=whole.loss + own.loss - base.loss, bound=bound)
 
 
 @contextmanager

@@ -3,51 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from hf_qknorm.reports import tables
-from hf_qknorm.reports.records import FORMAT, LayerStatistics, Prediction, largest_bound, predictions_table, to_json
+from hf_qknorm.reports.records import FORMAT, LayerStatistics, Prediction, largest_bound, to_json
 from hf_qknorm.reports.report import save_json
 from hf_qknorm.scheme import SCHEMES, Scheme
-
-LEVELS: Final = ("calm", "raised", "large", "runaway")  # |logit| up to half the cap, the cap, twice the cap, above
-
-
-@dataclass(frozen=True)
-class KneeTrial:
-    """A knee tried with closed-form gains: the `rise` in loss and the `kl` from the unpatched model, in nats per token.
-
-    `bound` is the largest |logit| of any layer for any input; None without a bound.
-    """
-
-    knee: float
-    rise: float
-    kl: float
-    bound: float | None
-
-    @property
-    def cost(self) -> float:
-        """The larger of rise and KL, as in `calibration.knees.cost`."""
-        return max(self.rise, self.kl)
-
-
-@dataclass(frozen=True)
-class KneeTrials:
-    """The knees tried with a `scheme`, in ascending order. `limit` is the cost that `calibrate` accepts by default."""
-
-    scheme: Scheme
-    limit: float
-    trials: tuple[KneeTrial, ...]
-
-    @property
-    def chosen(self) -> KneeTrial | None:
-        """The trial of the knee that `calibrate` sets, with a margin; None if all cost more than the limit."""
-        least = next((i for i, each in enumerate(self.trials) if each.cost <= self.limit), None)
-        return None if least is None else self.trials[min(least + bool(self.trials[least].knee), len(self.trials) - 1)]
 
 
 @dataclass(frozen=True)
@@ -78,8 +42,9 @@ class Inspection:
 
     `base` is the prediction of the unpatched model, `patched` the prediction of a patched model as it is (None if it is
     unpatched). Both are None without a language-modelling head. `trials` are predictions with schemes, by their names,
-    with fresh gains, before any calibration. `knees` are loss and bound at each knee that was tried (None for a model
-    that is patched, takes no norms, or predicts no tokens). `scheme` is the model's (None if it is unpatched). Shares
+    with fresh gains, before any calibration. `knees` are those with `knee_scheme`, calibrated, at each knee that was
+    tried (none for a model that is patched, takes no norms, or predicts no tokens); `knee` is the one that `calibrate`
+    would set (None if all cost too much). `scheme` is the model's (None if it is unpatched). Shares
     of large logits are relative to `cap`; `own_cap` is the cap in force. `normed` is whether queries and keys both have
     norms, of the scheme or of the model itself, `latent` whether a latent is cached in place of keys. `length` is the
     length of the longest sequence of the text, `context` the longest that the model is for (None where unknown).
@@ -100,7 +65,9 @@ class Inspection:
     base: Prediction | None = None
     patched: Prediction | None = None
     trials: Mapping[str, Prediction] = dataclasses.field(default_factory=dict)
-    knees: KneeTrials | None = None
+    knees: Mapping[float, Prediction] = dataclasses.field(default_factory=dict)
+    knee: float | None = None
+    knee_scheme: Scheme = SCHEMES["qk_norm"]
     advice: Advice = Advice(SCHEMES["none"], ())
     normed: bool = False
     latent: bool = False
@@ -141,51 +108,25 @@ class Inspection:
         return self.table()
 
     def table(self) -> str:
-        """The measurements, the layers with the largest logits, and the advice, as a page of text."""
+        """The predictions, the layers with the largest logits, and the advice, as a page of text."""
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {name + ", fresh gains" * ("norm" in name): trial for name, trial in self.trials.items()}
-        bounded = any(layer.bound is not None for layer in self.layers.values())
-        rows = [["layer", "", "max |logit|", "head", "entropy", "head", *tables.over_names(self.cap), "rms q", "rms k"]]
-        rows[0] += ["bound"] * bounded
-        for name, layer in self.ranked[: tables.ROWS]:
-            largest, sharpest = max(layer.max_logit), min(layer.entropy)
-            row = [name, LEVELS[sum(largest > factor * self.cap for factor in (0.5, 1, 2))]]
-            row += [f"{largest:.1f}", str(layer.max_logit.index(largest))]
-            row += [f"{sharpest:.2f}", str(layer.entropy.index(sharpest))]
-            row += [f"{tables.mean(shares):.2%}" for shares in (layer.over_half, layer.over_cap)]
-            row += ["-" if x is None else f"{tables.mean(x):.3g}" for x in (layer.rms_q, layer.rms_k)]
-            rows.append(row + [tables.bound_cell(layer.bound)] * bounded)
+        for knee, trial in self.knees.items():
+            named[f"{scheme_name(self.knee_scheme)}, knee {knee:.3g}{', chosen' * (knee == self.knee)}"] = trial
         advice = f"Advice, if logits grow in training: {self.advice.name}"
         if self.advice.scheme == self.present:
             advice = "Advice: leave it as it is"
         return tables.page(
             self.title,
-            predictions_table(named),
-            self._knee_table(),
-            f"{tables.aligned(rows)}\n{tables.rest(len(self.layers))}",
-            textwrap.fill("; ".join([tables.READING, *[tables.BOUND] * bounded]), tables.WIDTH),
+            tables.predictions_table(named),
+            tables.layers_table({name: [layer] for name, layer in self.layers.items()}, self.cap),
             tables.context_note(self.length, self.context),
             "\n".join([advice, *(f"  {reason}" for reason in self.advice.reasons)]),
         )
 
-    def _knee_table(self) -> str:
-        knees = self.knees
-        if knees is None:
-            return ""
-        rows = [["knee", "loss rises by", "KL", "bound on |logit|", ""]]
-        for trial in knees.trials:
-            note = f"← chosen, with a margin over the smallest at most {knees.limit:.3f}" * (trial is knees.chosen)
-            numbers = [f"{trial.knee:.3g}", f"{trial.rise:+.3f}", f"{trial.kl:.3f}", tables.bound_cell(trial.bound)]
-            rows.append([*numbers, note])
-        return (
-            f"{scheme_name(knees.scheme)}, calibrated and judged on an eighth of the sequences, by knee\n"
-            f"(largest |logit| seen unpatched: {self.largest:.1f}):\n\n{tables.aligned(rows)}"
-        )
-
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON-ready data."""
-        chosen = {"chosen_knee": self.knees.chosen.knee} if self.knees and self.knees.chosen else {}
-        return to_json({"format": FORMAT, **vars(self), **chosen})
+        return to_json({"format": FORMAT, **vars(self)})
 
     def save(self, path: str | Path) -> None:
         """Write the fields as a JSON file, whole or not at all."""

@@ -67,7 +67,7 @@ def targets(batch: Batch, config: Any) -> Tensor:
     elif is_bidirectional(config) and "labels" in batch:
         return labels.where(real, IGNORED)
     follows, places = real[:, 1:] & real[:, :-1], batch.get("position_ids")
-    if places is not None and places.shape == ids.shape:
+    if places is not None and places.dim() == 2:
         follows = follows & (places.diff() > 0)
     return F.pad(labels[:, 1:].where(follows, IGNORED), (0, 1), value=IGNORED)
 

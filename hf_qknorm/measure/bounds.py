@@ -34,18 +34,15 @@ def logit_bounds(model: Any) -> dict[str, float | None]:
     return {name: logit_bound(layer, _key_layer(layer, layers)) for name, layer in layers.items()}
 
 
-def largest_gains(model: Any) -> dict[str, tuple[float | None, float | None]]:
-    """The largest |gain| of each layer's norms of queries and of keys; None for a side without a norm."""
-    layers = patched_layers(model)
+def norm_limits(model: Any) -> dict[str, dict[str, float | None]]:
+    """By layer of a patched model, `gain_q`, `gain_k` and `bound` of `LayerStatistics`; every rank must call this."""
+    layers, bounds = patched_layers(model), logit_bounds(model)
     found = {}
     for name, layer in layers.items():
-        queries, keys = zip(*_ranges(layer, _key_layer(layer, layers)), strict=True)
-        found[name] = (_largest_gain(queries), _largest_gain(keys))
+        sides = zip(("gain_q", "gain_k"), zip(*_ranges(layer, _key_layer(layer, layers)), strict=True), strict=True)
+        gains = {side: max((part.gain for part in parts if part), default=None) for side, parts in sides}
+        found[name] = {**gains, "bound": bounds[name]}
     return found
-
-
-def _largest_gain(parts: tuple[NormRange | None, ...]) -> float | None:
-    return max((part.gain for part in parts if part is not None), default=None)
 
 
 def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None) -> float | None:

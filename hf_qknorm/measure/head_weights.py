@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.families import FAMILIES, Family, family_of
 from hf_qknorm.measure.distributed import full_tensor
-from hf_qknorm.measure.input_norms import GainAndBias, InputNorm, input_norm
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import PLAIN
 from hf_qknorm.model.install import own_layers
@@ -26,17 +25,13 @@ from hf_qknorm.model.weights import check_not_copied, check_unshared
 
 @dataclass(frozen=True)
 class HeadWeights:
-    """The heads' queries, or keys, in a projection: head h has the `width` outputs from `begin` + h·`stride` on.
-
-    `norm` is the norm whose result the projection takes; None without one.
-    """
+    """The heads' queries, or keys, in a projection: head h has the `width` outputs from `begin` + h·`stride` on."""
 
     projection: Any
     heads: int
     width: int
     stride: int
     begin: int = 0
-    norm: InputNorm | None = None
 
     @property
     def weight(self) -> Tensor:
@@ -55,45 +50,24 @@ class HeadWeights:
         return torch.linalg.vector_norm(rows[self.outputs(rows.device)], dim=1)
 
 
-class Sizes(NamedTuple):
-    """Root mean squares by part, in fp32 at least, over isotropic inputs of a projection.
-
-    An input is g·x̂ + β with the gain and bias of the norm in front, or x̂ without a norm; x̂ has a mean square of 1.
-    `inputs` (scalars) are the sizes of an input's entries, and `outputs` `[heads]` the lengths of a head's outputs:
-    √(‖W·diag(g)‖² + ‖W·β + b‖²).
-    """
-
-    inputs: dict[str, Tensor]
-    outputs: dict[str, Tensor]
-
-
 @torch.no_grad()
-def sizes(parts: dict[str, HeadWeights]) -> Sizes:
-    """The present sizes of a layer's parts; with sharded weights every rank must call this."""
-    norms: dict[InputNorm | None, GainAndBias] = {None: (None, None)}
-    norms |= {part.norm: part.norm.gain_and_bias() for part in parts.values() if part.norm is not None}
-    squares = {p.projection: _mean_squares(p.projection, p.norm, norms[p.norm]) for p in parts.values()}
-    inputs, outputs = {}, {}
-    for name, part in parts.items():
-        (gain, bias), found = norms[part.norm], squares[part.projection]
-        square = found.new_ones(()) if gain is None else gain.square().mean()
-        inputs[name] = (square if bias is None else square + bias.square().mean()).sqrt()
-        outputs[name] = found[part.outputs(found.device)].sum(1).sqrt()
-    return Sizes(inputs, outputs)
+def sizes(parts: dict[str, HeadWeights]) -> dict[str, Tensor]:
+    """The present size of each head of a layer's parts, `[heads]` in fp32 at least: √(‖W‖² + ‖b‖²).
+
+    It is the root mean square length of a head's outputs over isotropic inputs with a mean square of 1. With sharded
+    weights every rank must call this.
+    """
+    squares = {part.projection: _mean_squares(part.projection) for part in parts.values()}
+    found = ((name, part, squares[part.projection]) for name, part in parts.items())
+    return {name: square[part.outputs(square.device)].sum(1).sqrt() for name, part, square in found}
 
 
-def _mean_squares(projection: Any, norm: InputNorm | None, gain_and_bias: GainAndBias) -> Tensor:
-    """The mean square of each output of a projection, `[outputs]`, over the inputs that `Sizes` describes."""
-    inputs, weight = _inputs(projection), projection.weight.detach()
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-    gain, bias = (None if x is None else _beside(x.unsqueeze(1 - inputs), weight) for x in gain_and_bias)
-    scaled = weight if gain is None else weight * gain
-    if norm is not None and norm.centred:
-        scaled = scaled - scaled.sum(inputs, keepdim=True) / weight.shape[inputs]
-    squares = full_tensor(scaled.square().sum(inputs))
-    constant = torch.zeros_like(squares) if bias is None else full_tensor((weight * bias).sum(inputs))
-    constant = constant if projection.bias is None else constant + full_tensor(projection.bias.detach())
-    return squares + constant.square()
+def _mean_squares(projection: Any) -> Tensor:
+    """The mean square of each output of a projection, `[outputs]`, over the inputs that `sizes` describes."""
+    weight, bias = projection.weight.detach(), projection.bias
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    squares = full_tensor(weight.to(wide).square().sum(_inputs(projection)))
+    return squares if bias is None else squares + full_tensor(bias.detach()).square()
 
 
 def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]]:
@@ -105,9 +79,10 @@ def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]
 
     Raises ValueError for a model without a layer of a known family, and for projections without a plain weight.
     """
+    layers = attention_layers(model)
     return {
-        name: (_latent_parts if family.latent else _parts)(name, layer, family, input_norm(model, name, layer, family))
-        for name, layer, family in attention_layers(model)
+        name: _latent_parts(name, layer) if family.latent else _parts(name, layer, family)
+        for name, layer, family in layers
     }
 
 
@@ -148,17 +123,16 @@ def parameter_factors(
 ) -> Iterator[tuple[nn.Parameter, Tensor]]:
     """Yield the projections' weights and biases, sharded or not, with a factor for each output, which broadcasts.
 
-    `factors` are those of parts, `[heads]`, or `[2, heads]` for weights and for biases. Other outputs have the factor
-    1. Projections without a factor are left out.
+    `factors` are those of parts, `[heads]`. Other outputs have the factor 1. Projections without a factor are left out.
     """
     vectors: dict[Any, Tensor] = {}
     for name, factor in factors.items():
         part = parts[name]
-        vector = vectors.setdefault(part.projection, factor.new_ones(2, _size(part.projection)))
-        vector[:, part.outputs(vector.device)] = factor.expand(2, -1)[..., None]
-    for projection, (weights, biases) in vectors.items():
+        vector = vectors.setdefault(part.projection, factor.new_ones(_size(part.projection)))
+        vector[part.outputs(vector.device)] = factor[:, None]
+    for projection, vector in vectors.items():
         for p in projection.parameters(recurse=False):
-            yield p, _beside(weights.unsqueeze(_inputs(projection)) if p.dim() == 2 else biases, p)
+            yield p, _beside(vector.unsqueeze(_inputs(projection)) if p.dim() == 2 else vector, p)
 
 
 def _beside(vector: Tensor, p: Tensor) -> Tensor:
@@ -175,7 +149,7 @@ def _inputs(projection: nn.Module) -> int:
     return 0 if isinstance(projection, Conv1D) else 1
 
 
-def _parts(name: str, layer: Any, family: Family, norm: InputNorm | None) -> dict[str, HeadWeights]:
+def _parts(name: str, layer: Any, family: Family) -> dict[str, HeadWeights]:
     style = family.style
     heads, heads_kv, dim = style.heads(layer)
     if len(style.weights) > 1:  # the query projection may hold a gate, and heads may differ by layer
@@ -183,35 +157,34 @@ def _parts(name: str, layer: Any, family: Family, norm: InputNorm | None) -> dic
         heads_kv = _size(k) // dim
         heads = heads_kv * getattr(layer, "num_key_value_groups", 1)
         return {
-            "q": HeadWeights(q, heads, dim, _size(q) // heads, norm=norm),
-            "k": HeadWeights(k, heads_kv, dim, dim, norm=norm),
+            "q": HeadWeights(q, heads, dim, _size(q) // heads),
+            "k": HeadWeights(k, heads_kv, dim, dim),
         }
     fused = _projection(name, layer, style.weights[0])
     stride, keys = (3 * dim, dim) if style.interleaved(layer) else (dim, heads * dim)
     return {
-        "q": HeadWeights(fused, heads, dim, stride, norm=norm),
-        "k": HeadWeights(fused, heads_kv, dim, stride, keys, norm),
+        "q": HeadWeights(fused, heads, dim, stride),
+        "k": HeadWeights(fused, heads_kv, dim, stride, keys),
     }
 
 
-def _latent_parts(name: str, layer: Any, family: Family, norm: InputNorm | None) -> dict[str, HeadWeights]:
+def _latent_parts(name: str, layer: Any) -> dict[str, HeadWeights]:
     plain, turned, latent = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
     has_latent = getattr(layer, "q_a_proj", None) is not None  # for the queries
     q = _projection(name, layer, "q_b_proj" if has_latent else "q_proj")
     down, up = (_projection(name, layer, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj"))
-    q_norm, k_norm = InputNorm(layer.q_a_layernorm) if has_latent else norm, InputNorm(layer.kv_a_layernorm)
     head_dim = plain + turned
     heads = _size(q) // head_dim
     parts = {
-        "uq": HeadWeights(q, heads, plain, head_dim, norm=q_norm),
-        "qr": HeadWeights(q, heads, turned, head_dim, plain, q_norm),
-        "dkv": HeadWeights(down, 1, latent, latent, norm=norm),
-        "kr": HeadWeights(down, 1, turned, turned, latent, norm),
-        "uk": HeadWeights(up, heads, plain, _size(up) // heads, norm=k_norm),
+        "uq": HeadWeights(q, heads, plain, head_dim),
+        "qr": HeadWeights(q, heads, turned, head_dim, plain),
+        "dkv": HeadWeights(down, 1, latent, latent),
+        "kr": HeadWeights(down, 1, turned, turned, latent),
+        "uk": HeadWeights(up, heads, plain, _size(up) // heads),
     }
     if has_latent:
         width = layer.q_lora_rank
-        parts["dq"] = HeadWeights(_projection(name, layer, "q_a_proj"), 1, width, width, norm=norm)
+        parts["dq"] = HeadWeights(_projection(name, layer, "q_a_proj"), 1, width, width)
     return parts
 
 
@@ -229,21 +202,14 @@ def _projection(name: str, layer: Any, part: str) -> Any:
         raise ValueError(
             f"{name} has no {part}: it attends to the keys of another layer, which is not supported here"
         ) from None
-    if not isinstance(projection, nn.Linear | Conv1D):
+    weight = projection.weight if isinstance(projection, nn.Linear | Conv1D) else None
+    whole = weight is not None and weight.dim() == 2 and weight.is_floating_point()
+    if not whole or not isinstance(weight, nn.Parameter) or type(weight) not in PLAIN:
+        held = "" if weight is None else f" with a {type(weight).__name__} {list(weight.shape)} of {weight.dtype}"
+        kind = type(projection)
         raise ValueError(
-            f"{name}.{part} is a {type(projection).__module__}.{type(projection).__name__}: expected torch's Linear "
-            "or transformers' Conv1D, whose outputs belong to heads. Merge adapters first"
-        )
-    if not isinstance(projection.weight, nn.Parameter):
-        raise ValueError(
-            f"{name}.{part} has no parameter as its weight, and a change of the weight would be lost: end its "
-            "parametrization (torch.nn.utils.parametrize) before, and shard by FSDP2 (fully_shard) in place of FSDP 1"
-        )
-    weight = projection.weight
-    if type(weight) not in PLAIN or weight.dim() != 2 or not weight.is_floating_point():
-        raise ValueError(
-            f"{name}.{part} has a {type(weight).__name__} of shape {list(weight.shape)} and {weight.dtype} as its "
-            "weight, expected a Parameter of floating point and two dimensions: do not quantise it, and shard it by "
-            "FSDP2 (fully_shard), which keeps its shape"
+            f"{name}.{part} is a {kind.__module__}.{kind.__name__}{held}: expected torch's Linear or transformers' "
+            "Conv1D with a Parameter of floating point and two dimensions, whose outputs belong to heads. Merge "
+            "adapters first, end parametrizations and do not quantise it; shard by FSDP2 (fully_shard)"
         )
     return projection

@@ -26,7 +26,7 @@ class PassFilter:
     def __init__(self, selects: Callable[[nn.Module], bool] | None = None) -> None:
         self.selects = selects
         self.watching = False
-        self.masks: dict[nn.Module, list[Tensor | None]] = {}  # of nested models: their own, and their encoder's
+        self.masks: dict[nn.Module, Tensor | None] = {}  # of nested models
 
     def observe(self, model: nn.Module, observers: Mapping[str, Any]) -> list[Callable[[], Any]]:
         """Add observers to the layers of these names, and hook all transformers models.
@@ -56,21 +56,20 @@ class PassFilter:
             self.watching = self.selects is None or self.selects(module)
         if args and kwargs.get("attention_mask") is None:
             kwargs = kwargs | inspect.signature(type(module).forward).bind_partial(module, *args).arguments
-        own = _without_padding(kwargs.get("attention_mask"), kwargs.get(CACHE))
-        self.masks[module] = [own, _without_padding(kwargs.get("encoder_attention_mask"), None)]
+        self.masks[module] = _without_padding(kwargs.get("attention_mask"), kwargs.get(CACHE))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.masks.pop(module, None)
         if not self.masks:
             self.watching = False
 
-    def real(self, rows: int | None, length: int, device: torch.device, encoder: bool = False) -> Tensor | None:
+    def real(self, rows: int | None, length: int, device: torch.device) -> Tensor | None:
         """Which of the last `length` tokens of the first `rows` sequences are not padding, `[B, T]`; None for all.
 
-        Tokens in front of the mask, such as those of an image, are none. With `encoder` they are the encoder's.
+        Tokens in front of the mask, such as those of an image, are none.
         """
-        mask = next(reversed(self.masks.values()))[encoder] if self.masks else None
-        if mask is None or (encoder and mask.shape[1] != length):
+        mask = next(reversed(self.masks.values())) if self.masks else None
+        if mask is None:
             return None
         front = max(length - mask.shape[1], 0)
         real = nn.functional.pad(mask[:rows, -length:].to(device).bool(), (front, 0), value=True)

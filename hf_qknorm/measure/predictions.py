@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -15,13 +14,11 @@ from transformers.utils import ModelOutput
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.measure.batches import IGNORED, Batches, is_bidirectional, is_real, model_inputs, targets
-from hf_qknorm.measure.bounds import logit_bounds
+from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
 from hf_qknorm.measure.passes import PassFilter
-from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.install import as_unpatched
-from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm
-from hf_qknorm.reports.records import LayerReport, LayerStatistics, Numbers, Prediction
+from hf_qknorm.reports.records import LayerStatistics, Prediction
 from hf_qknorm.reports.report import Calibration
 
 MOST_KEPT = 1_000_000_000
@@ -56,18 +53,31 @@ class Evaluation(NamedTuple):
 def evaluate(model: Any, batches: Batches, cap: float, *, compared: bool = True) -> Evaluation:
     """Evaluate a patched model unpatched and patched, with two forward passes per batch; or patched alone, with one.
 
-    Shares of large logits are relative to `cap`.
+    Shares of large logits are relative to `cap`. Cross-attention that a decoder alone leaves out has no report.
     """
     now = False  # whether the pass is of the unpatched model
-    unpatched, patched = PassFilter(lambda _: now), PassFilter(lambda _: not now)
-    with watched_layers(model, unpatched, cap) as before, watched_layers(model, patched, cap) as after:
+    first, second = PassFilter(lambda _: now), PassFilter(lambda _: not now)
+    with watched_layers(model, first, cap) as before, watched_layers(model, second, cap) as after:
 
         def watch(is_unpatched: bool) -> None:
             nonlocal now
             now = is_unpatched
 
         base, own = _predictions(model, batches, watch, compared)
-    return Evaluation(base if compared else None, own, _plain_numbers(before), _plain_numbers(after))
+    limits = norm_limits(model)
+    return Evaluation(
+        base if compared else None,
+        own,
+        {name: layer_statistics(seen) for name, seen in before.items()},
+        {name: layer_statistics(after[name], **limits[name]) for name in limits if name in after},
+    )
+
+
+def layer_statistics(seen: LogitStatistics, **others: Any) -> LayerStatistics:
+    """The statistics as plain numbers, beside `others`."""
+    by_head = ("max_logit", "entropy", "over_half", "over_cap")
+    others |= {name: tuple(getattr(seen, name).tolist()) for name in by_head}
+    return LayerStatistics(even=float(seen.even), **others)
 
 
 def predictions(
@@ -157,49 +167,9 @@ def _row_sums(base: Tensor, own: Tensor, wanted: Tensor, real: Tensor) -> Tensor
     return torch.stack([base_nll, own_nll, predicts.sum(), kl, same, real.sum()]).double().cpu()
 
 
-def _plain_numbers(watched: Mapping[str, LogitStatistics]) -> dict[str, LayerStatistics]:
-    """The statistics as plain numbers; None for what was not seen: NaN throughout."""
-    found = {}
-    for name, statistics in watched.items():
-        numbers: dict[str, Any] = {}
-        for field in dataclasses.fields(LayerStatistics):
-            values = getattr(statistics, field.name, None)
-            if isinstance(values, Tensor):
-                unseen = field.default is None and bool(values.isnan().all())
-                numbers[field.name] = None if unseen else tuple(values.tolist()) if values.dim() else values.item()
-        found[name] = LayerStatistics(**numbers)
-    return found
-
-
-def layer_reports(
-    model: Any, before: dict[str, LayerStatistics], after: dict[str, LayerStatistics]
-) -> dict[str, LayerReport]:
-    """The report of each layer: its statistics unpatched (if measured) and patched, its gains and its bound."""
-    reports, bounds = {}, logit_bounds(model)
-    for name, layer in patched_layers(model).items():
-        if name not in after:  # unused: the cross-attention of a decoder alone
-            continue
-        norms, seen = head_norms(layer), after[name]
-        sides = (("q", len(seen.rms_q or ())), ("k", len(seen.rms_k or ())))
-        q, k = (_gain([norm for n, norm in norms.items() if NORM_FIELDS[n] == side], heads) for side, heads in sides)
-        reports[name] = LayerReport(before.get(name), seen, q, k, bounds[name])
-    return reports
-
-
-def _gain(norms: list[HeadNorm], heads: int) -> Numbers | None:
-    """The root mean square of each head's gain, over its parts."""
-    known = [norm.weight.detach().double() for norm in norms if norm.weight is not None]
-    if not known:
-        return None
-    rows = torch.cat([weight.expand(heads, -1) for weight in known], dim=-1)
-    return tuple(rows.pow(2).mean(-1).sqrt().tolist())
-
-
 def predictions_of(report: Calibration | None) -> dict[str, Prediction]:
     """Return a report's predictions by the names of their models in a card; empty without a head."""
-    if report is None or report.chosen is None:
+    if report is None or report.base is None or report.ones is None or report.chosen is None:
         return {}
-    if report.base is None or report.ones is None:
-        return {"this model": report.chosen}
     fresh = {"fresh gains": report.ones} if report.scheme.norms else {}
     return {"unpatched": report.base, **fresh, "this model": report.chosen}

@@ -20,11 +20,11 @@ from hf_qknorm.checkpoint import load_tokenizer
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import read_start
-from hf_qknorm.measure.batches import regrouped, token_count
+from hf_qknorm.measure.batches import token_count
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
-INPUTS = ("input_ids", "pixel_values")  # of the models that calibrate takes
-EXPECTED = "expected texts (one, or a list), a path, or batches: mappings of tensors, as a DataLoader yields them"
+INPUTS = {"input_ids": 2, "pixel_values": 4}  # of the models that calibrate takes, and the dimensions of a batch
+EXPECTED = "expected texts (one, or a list), a path, or batches: a list of tensors [B, T], or of mappings of tensors"
 CHARACTERS = 16  # read per token that is asked for: more than tokens have
 WORDS = 16  # a string of one line with fewer is a path: text must have that many tokens to predict
 LENGTH, LEARNED_LENGTH = 256, 1024  # tokens in a sequence by default, and at most where positions are learned
@@ -102,29 +102,21 @@ def context_length(config: Any) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None) or None
 
 
-def sequence_length(config: Any, length: int | None) -> int:
-    """Return `length`, or the default. Raises ValueError for one under 2, or beyond learned positions."""
+def sequence_length(config: Any, length: int | None = None) -> int:
+    """Return `length`, or by default 256, or the number of positions if that is smaller.
+
+    Where positions are learned, queries and keys depend on them: the default is half of the positions, at most 1024.
+    Raises ValueError for a length under 2, or beyond learned positions.
+    """
+    learned = getattr(config, "rope_parameters", None) is None
     if length is None:
-        return default_length(config)
-    context = context_length(config) if _learns_positions(config) else None
+        positions = getattr(config, "max_position_embeddings", None) or LENGTH
+        return min(positions, max(LENGTH, min(positions // 2, LEARNED_LENGTH)) if learned else LENGTH)
+    context = context_length(config) if learned else None
     if length < 2 or (context and length > context):
         limit = f"2 to {context}, the model's learned positions" if context else "2 or more"
         raise ValueError(f"length={length}: expected {limit}")
     return length
-
-
-def default_length(config: Any) -> int:
-    """The default length of sequences: 256, or the number of positions if that is smaller.
-
-    Where positions are learned, queries and keys depend on them: the length is half of the positions, at most 1024.
-    """
-    positions = getattr(config, "max_position_embeddings", None) or LENGTH
-    longest = max(LENGTH, min(positions // 2, LEARNED_LENGTH)) if _learns_positions(config) else LENGTH
-    return min(positions, longest)
-
-
-def _learns_positions(config: Any) -> bool:
-    return getattr(config, "rope_parameters", None) is None
 
 
 def batches_for(
@@ -148,20 +140,20 @@ def as_batches(
 
     `data` is one of:
     - texts: a string or an iterable of strings, joined and cut into sequences of `length`, `batch` at a time
-    - a path, for `load_text`
-    - batches: an iterable of mappings, or of tensors `[B, T]`, or one of these. Every tensor that the model's forward
-      takes is kept, by its name. Single sequences, `[T]`, make batches of up to `batch`. Others are kept as they are
+    - a path, for `load_text`; None for its default
+    - batches: an iterable of tensors `[B, T]`, or of mappings from names to tensors with a row for each sequence, as a
+      DataLoader yields them. Tensors that the model's forward does not take are left out
 
     Items that are not needed are not read. Raises ValueError for empty data and for anything else.
     """
     for name, value in (("batch_size", batch), ("max_tokens", max_tokens)):
         if value < 1:
             raise ValueError(f"{name}={value}: expected at least 1")
-    if names_a_path(data):
+    if data is None or names_a_path(data):
         data = load_text(data, limit=CHARACTERS * max_tokens)
-    if not isinstance(data, Iterable):
+    if isinstance(data, Mapping | Tensor) or not isinstance(data, Iterable):
         raise ValueError(f"the data is of type {type(data).__name__}: {EXPECTED}")
-    items = iter([data] if isinstance(data, str | Mapping | Tensor) else data)
+    items = iter([data] if isinstance(data, str) else data)
     first = next(items, None)
     if first is None:
         raise ValueError(f"the data is empty: {EXPECTED}")
@@ -172,13 +164,9 @@ def as_batches(
         parts = _up_to(max_tokens, (tokenize(tokenizer(), text) for text in texts))
         return cut(torch.cat(list(parts))[:max_tokens], batch, length)
     known = signature(model.forward).parameters
-    names = {*known, *INPUTS, *(TransformersKwargs.__annotations__ if _takes_others(known) else ())}
-    found = list(_up_to(max_tokens, map(partial(_inputs, names=names), items), size=token_count))
-    return regrouped(found, batch) if _is_row(first) else found
-
-
-def _takes_others(known: Mapping[str, Parameter]) -> bool:
-    return any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known.values())
+    others = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known.values())
+    names = {*known, *INPUTS, *(TransformersKwargs.__annotations__ if others else ())}
+    return list(_up_to(max_tokens, map(partial(_inputs, names=names), items), size=token_count))
 
 
 def _require_text(item: Any) -> str:
@@ -187,28 +175,18 @@ def _require_text(item: Any) -> str:
     return item
 
 
-def _is_row(item: Any) -> bool:
-    """Whether a batch has one sequence or image, and no dimension for more."""
-    name = "input_ids" if isinstance(item, Tensor) else next(x for x in INPUTS if x in item)
-    return torch.as_tensor(item if isinstance(item, Tensor) else item[name]).dim() == (1 if name == "input_ids" else 3)
-
-
 def _inputs(item: Any, names: set[str]) -> dict[str, Tensor]:
-    """The tensors of a batch that have these names, each with a row for every sequence."""
+    """The tensors of a batch that have these names."""
     batch = {"input_ids": item} if isinstance(item, Tensor) else item
-    if not isinstance(batch, Mapping) or not any(name in batch for name in INPUTS):
-        got = f"a mapping of {', '.join(map(str, batch))}" if isinstance(batch, Mapping) else type(item).__name__
-        raise ValueError(f'got {got}: {EXPECTED}. Of a data set give its column of texts, as data["text"]')
-    rows = _is_row(item)
-    found: dict[str, Tensor] = {}
-    for name, value in batch.items():
-        if name in names and (isinstance(value, Tensor | list) or hasattr(value, "__array__")):
-            x = torch.as_tensor(value)
-            found |= {name: x[None] if rows else x} if x.dim() else {}
-    main = next(found[name] for name in INPUTS if name in found)
-    for name, x in found.items():
-        if x.dim() > 1 and len(x) == 1 < len(main):  # positions that all sequences share
-            found[name] = x.expand(len(main), *x.shape[1:])
+    if not isinstance(batch, Mapping):
+        raise ValueError(f"got {type(item).__name__}: {EXPECTED}")
+    found = {name: x for name, x in batch.items() if name in names and isinstance(x, Tensor) and x.dim()}
+    if not any(name in found and found[name].dim() == dims for name, dims in INPUTS.items()):
+        shown = ", ".join(f"{name} {list(getattr(x, 'shape', '')) or type(x).__name__}" for name, x in batch.items())
+        raise ValueError(
+            f'got a mapping of {shown}: {EXPECTED}. Of a data set of texts give the column, data["text"]; rows of '
+            "tokens make batches in a DataLoader(data, batch_size=8, collate_fn=...)"
+        )
     return found
 
 

@@ -82,12 +82,3 @@ def centred_and_size(norm: HeadNorm, x: Tensor) -> tuple[Tensor, Tensor]:
     x = x if x.dtype == torch.float64 else x.float()
     y = x - x.mean(-1, keepdim=True) if NORMS[norm.norm].centred else x
     return y, (y * y).mean(-1) if norm.order == 2 else y.abs().pow(norm.order).mean(-1)
-
-
-def beyond_knee(norm: HeadNorm, x: Tensor) -> Tensor:
-    """Return which heads of x `[..., H, D]` are longer than the norm's knee, mean |x|ᵖ > ε^(p/2), as bool `[..., H]`.
-
-    The norm keeps the direction of such a vector rather than its length.
-    """
-    _, size = centred_and_size(norm, x)
-    return size > (norm.eps * torch.exp2(norm.knee[0].to(size))).pow(norm.order / 2)

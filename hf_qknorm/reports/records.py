@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
@@ -12,12 +12,12 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.reports.tables import aligned, mean
 
 FORMAT: Final = 1  # of reports and logs
 COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
 STRICT: Final = ConfigDict(extra="forbid", strict=True)  # as files are not to be trusted
 NAMED: Final = 3  # errors in a message
+PATH: Final = re.compile(r"[\w.\[\]-]{1,300}", re.ASCII)  # to a field, with a layer's name in it
 
 Numbers = Annotated[tuple[float, ...], Field(min_length=1, max_length=10_000)]  # of heads
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,200}$")]  # a layer's path, or a method
@@ -30,7 +30,8 @@ class Prediction:
     """A model's mean next-token `loss` in nats per token, and its distance from the unpatched model.
 
     `kl` is KL(unpatched ‖ this) in nats per token, `agreement` the share of tokens after which both models give the
-    same token the highest probability. The unpatched model itself has 0 and 1.
+    same token the highest probability. The unpatched model itself has 0 and 1. `bound`, of an inspection, is the
+    largest |logit| of any layer for any input; None without a bound.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -38,6 +39,7 @@ class Prediction:
     loss: float
     kl: float = 0.0
     agreement: float = 1.0
+    bound: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -47,15 +49,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """A layer's numbers, as in reports, inspections and logs: `LogitStatistics` of one per head, and more.
+    """A layer's numbers in reports, in inspections and in LogitMonitor's log; the fields of a line in the log.
 
-    `rms_k`, `rms_v` and `beyond_k` have one number per key head; `even`, `rms_out`, `rms_mlp` and those from `cap` on,
-    except gradients, one in all. What could not be measured, or is not recorded there, has its default: keys in a layer
-    that attends to another's; `beyond_q` and `beyond_k` without a knee.
+    - `max_logit`, `entropy`, `over_half`, `over_cap`, `even`: as in `LogitStatistics`; logs have no `over_half`
+    - `gain_q`, `gain_k`: the largest |gain| of the norms of queries and of keys, the scheme's or the model's own
+    - `bound`: the largest |logit| that these norms let any input have, before any cap
+    - `cap`: of logs: what `over_cap` refers to, the layer's own cap or 50
+    - `grad_q`, `grad_k`: of logs: the norms of the gradients of the weights of queries and of keys, by head; one number
+      where heads are not separate, as with LoRA
 
-    Of logs: `cap`, and `grad_q` and `grad_k`, the norms of the gradients of the weights, one per head or one for the
-    projection. Of logs and inspections: `gain_q` and `gain_k`, the largest |gain| of the norms of queries and keys, the
-    scheme's or the model's own, and `bound`, the largest |logit| that these norms let any input have.
+    What is not there or was not measured has its default, and no field in a file: gains and bound without norms.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -64,13 +67,6 @@ class LayerStatistics:
     entropy: Numbers
     over_half: tuple[float, ...] = ()
     over_cap: tuple[float, ...] = ()
-    rms_q: Numbers | None = None
-    rms_k: Numbers | None = None
-    beyond_q: Numbers | None = None
-    beyond_k: Numbers | None = None
-    rms_v: Numbers | None = None
-    rms_out: float | None = None
-    rms_mlp: float | None = None
     even: float = 0.0
     cap: float = 0.0
     gain_q: float | None = None
@@ -78,12 +74,6 @@ class LayerStatistics:
     bound: float | None = None
     grad_q: Numbers | None = None
     grad_k: Numbers | None = None
-
-    @property
-    def rms_qkv(self) -> float:
-        """The root mean square of queries, keys (unless they are another layer's) and values together."""
-        parts = (self.rms_q, self.rms_k, self.rms_v)
-        return math.sqrt(mean([x * x for numbers in parts for x in numbers or ()]))
 
     def collapsed(self, cap: float, share: float = COLLAPSED) -> tuple[int, ...]:
         """The heads with |logit| over half the cap and an entropy under this share of even attention's."""
@@ -94,19 +84,12 @@ class LayerStatistics:
 
 @dataclass(frozen=True)
 class LayerReport:
-    """A layer's statistics unpatched (`before`) and patched (`after`), and the rms of each head's gain.
-
-    `before` is None where the patched model alone was measured. A gain is None where the norm has none. `bound` is that
-    of the patched layer, before any cap; None where the scheme does not norm both queries and keys.
-    """
+    """A layer's statistics unpatched (`before`) and patched (`after`)."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    before: LayerStatistics | None
+    before: LayerStatistics
     after: LayerStatistics
-    gain_q: Numbers | None
-    gain_k: Numbers | None
-    bound: float | None = None
 
 
 def largest_bound(bounds: Iterable[float | None]) -> float | None:
@@ -114,15 +97,6 @@ def largest_bound(bounds: Iterable[float | None]) -> float | None:
     found = list(bounds)
     known = [bound for bound in found if bound is not None]
     return max(known) if known and len(known) == len(found) else None
-
-
-def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
-    """A table with a line per prediction that is not None; empty without any."""
-    rows = [["", "loss", "perplexity", "KL", "same top token"]]
-    for name, p in predictions.items():
-        if p is not None:
-            rows.append([name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"])
-    return aligned(rows) if len(rows) > 1 else ""
 
 
 def to_json(value: Any) -> Any:
@@ -139,7 +113,7 @@ def read_json(adapter: TypeAdapter[T], text: str | bytes, where: str) -> T:
         return adapter.validate_json(text)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False)
-    named = [_place(each["loc"]) + each["msg"] + _given(each) for each in found[:NAMED]]
+    named = [f"{_place(each['loc'])}{each['msg']}{_given(each)}" for each in found[:NAMED]]
     more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
     raise ValueError(f"{where}: {'; '.join(named)}{more}")
 
@@ -150,7 +124,6 @@ def _given(error: Any) -> str:
 
 
 def _place(parts: tuple[int | str, ...]) -> str:
-    """The path to a field; names that no file of ours has are quoted and shortened."""
-    plain = re.compile(r"[\w.]{1,200}", re.ASCII)
-    named = (str(part) if isinstance(part, int) or plain.fullmatch(part) else shorten(part) for part in parts)
-    return f"{'.'.join(named)}: " if parts else ""
+    """The path to a field; one that no file of ours has is quoted and shortened."""
+    path = ".".join(map(str, parts))
+    return f"{path if PATH.fullmatch(path) else shorten(path)}: " if parts else ""

@@ -1,9 +1,8 @@
-"""The report of a calibration or a measurement: predictions, and logits and gains by layer; to and from JSON."""
+"""The report of a calibration: predictions, and logits and gains by layer; to and from JSON."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,8 @@ from hf_qknorm.files.hub_names import check_repo_id
 from hf_qknorm.files.untrusted import read_text
 from hf_qknorm.ops.norms import shown_knee
 from hf_qknorm.reports import records, tables
-from hf_qknorm.reports.records import Count, LayerReport, LayerStatistics, Name, Prediction
+from hf_qknorm.reports.records import Count, LayerReport, Name, Prediction
 from hf_qknorm.scheme import Scheme
-
-MEASURED = "measured"  # the method of a report on the patched model alone
 
 HubName = Annotated[str, AfterValidator(lambda name: check_repo_id(name, "it"))] | None
 Size = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -46,9 +43,7 @@ class Calibration:
     relative error of the last hidden states, for a model without a language-modelling head; of an encoder of images
     `tokens` and `judged` count images, and `length` is None.
 
-    The method "measured" stands for a measurement of the patched model alone, as after training: `base`, `ones` and
-    all else that describes the unpatched model are None. The numbers are those of the measurement: training that
-    follows does not change them.
+    Training that follows does not change these numbers.
 
         >>> report = qk.calibrate(qk.patch_model(model, "qk_norm"), texts)
         >>> report.save("report.json")
@@ -80,16 +75,6 @@ class Calibration:
     format: Literal[1] = field(default=records.FORMAT, repr=False, kw_only=True)
 
     @property
-    def base_loss(self) -> float | None:
-        """The loss of the unpatched model, in nats per token."""
-        return None if self.base is None else self.base.loss
-
-    @property
-    def fresh_loss(self) -> float | None:
-        """The loss with fresh gains."""
-        return None if self.ones is None else self.ones.loss
-
-    @property
     def loss(self) -> float | None:
         """The loss with the calibrated gains."""
         return None if self.chosen is None else self.chosen.loss
@@ -113,56 +98,28 @@ class Calibration:
     @property
     def bound(self) -> float | None:
         """The largest bound on the logits of a layer, before any cap; None if a layer has none."""
-        return records.largest_bound(layer.bound for layer in self.layers.values())
-
-    @property
-    def kept(self) -> float | None:
-        """The share of the rise in loss with fresh gains that the calibration removed; None without a rise."""
-        if self.base is None or self.ones is None or self.chosen is None or self.ones.loss <= self.base.loss:
-            return None
-        share = (self.ones.loss - self.chosen.loss) / (self.ones.loss - self.base.loss)
-        return share if math.isfinite(share) else None
+        return records.largest_bound(layer.after.bound for layer in self.layers.values())
 
     def __str__(self) -> str:
         bound = "" if self.bound is None else f"; |logit| ≤ {format_fixed(self.bound, 1)} for any input, up to rounding"
-        if self.method == MEASURED:
-            loss = "" if self.chosen is None else f"loss {self.chosen.loss:.3f} "
-            return f"{self.title}: {loss}on {self.tokens:,} tokens{bound}"
         if self.base is None or self.ones is None or self.chosen is None:
             error = "" if self.output_error is None else f"; hidden states change by {self.output_error:.2%}"
             images = self.length is None and self.output_error is not None
             return f"{self.title}: gains from {self.tokens:,} {'images' if images else 'tokens'}{error}{bound}"
-        kept = "" if self.kept is None else f" ({self.kept:.1%} of the jump removed)"
         return (
             f"{self.title}: loss {self.base.loss:.3f} unpatched, {self.ones.loss:.3f} with fresh gains, "
-            f"{self.chosen.loss:.3f} calibrated on {self.tokens:,} tokens{kept}; KL {self.chosen.kl:.4f}{bound}"
+            f"{self.chosen.loss:.3f} calibrated on {self.tokens:,} tokens; KL {self.chosen.kl:.4f}{bound}"
         )
 
     def table(self) -> str:
         """A text of up to 120 columns with the predictions and the layers with the largest logits."""
-        predictions = {"unpatched": self.base, "fresh gains": self.ones, self.title: self.chosen}
-        alone = self.method == MEASURED
-        layers = sorted(self.layers.items(), key=lambda item: -max(item[1].after.max_logit))
-        beyond = any(layer.after.beyond_q or layer.after.beyond_k for _, layer in layers)
-        over_half, _ = tables.over_names(self.cap)
-        rows = [
-            ["layer", "max |logit|", "bound", "entropy", over_half, "rms q, k", *["beyond q, k"] * beyond, "gain q, k"]
-        ]
-        for name, layer in layers[: tables.ROWS]:
-            seen = [side for side in (layer.before, layer.after) if side is not None]
-            logit, *others = (" → ".join(sides) for sides in zip(*map(_cells, seen), strict=True))
-            pairs = [tables.pair_of_means(seen[0].rms_q, seen[0].rms_k)]
-            pairs += [tables.pair_of_means(layer.after.beyond_q, layer.after.beyond_k, ".2%")] * beyond
-            pairs += [tables.pair_of_means(layer.gain_q, layer.gain_k)]
-            rows.append([name, logit, tables.bound_cell(layer.bound), *others, *pairs])
-        knees = ", ".join(f"{knee:.3g}: {p.loss:.3f}, {p.kl:.4f}" for knee, p in self.knees.items())
-        reading = "; ".join([*["Before → after"] * (not alone), tables.BOUND, *[tables.BEYOND] * beyond])
+        tried = {f"knee {knee:.3g}": prediction for knee, prediction in self.knees.items()}
+        predictions = {"unpatched": self.base, "fresh gains": self.ones, **tried, self.title: self.chosen}
+        layers = {name: (layer.before, layer.after) for name, layer in self.layers.items()}
         return tables.page(
             f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
-            str(self) if alone else records.predictions_table(predictions),
-            f"loss, KL by knee: {knees}" if knees else "",
-            f"{tables.aligned(rows)}\n{tables.rest(len(layers))}",
-            f"{reading};\n{tables.READING}.",
+            tables.predictions_table(predictions),
+            tables.layers_table(layers, self.cap),
             tables.context_note(self.length, self.context),
         )
 
@@ -183,9 +140,7 @@ class Calibration:
     @classmethod
     def from_json(cls, text: str, where: str) -> Calibration:
         """Read a report from untrusted JSON. Raises ValueError, naming `where` and the fields, for anything else."""
-        report = records.read_json(REPORT, text, where)
-        _check_sides(report, where)
-        return report
+        return records.read_json(REPORT, text, where)
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
@@ -203,19 +158,3 @@ REPORT = TypeAdapter(Calibration)
 def save_json(data: Mapping[str, Any], path: Path) -> None:
     """Write `data` as indented JSON; a failed run leaves the old file."""
     replace_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
-
-
-def _check_sides(report: Calibration, where: str) -> None:
-    """Raise ValueError unless a report has either all numbers of the unpatched model or, by its method, none."""
-    compared = report.method != MEASURED
-    predicted = compared and report.chosen is not None
-    sides: dict[str, tuple[Any, bool]] = {"base": (report.base, predicted), "ones": (report.ones, predicted)}
-    sides |= {f"layers.{name}.before": (layer.before, compared) for name, layer in report.layers.items()}
-    for name, (side, expected) in sides.items():
-        if (side is not None) != expected:
-            found, wanted = ("null", "numbers") if expected else ("not null", "null")
-            raise ValueError(f"{where}: {name} is {found}, expected {wanted} with the method {report.method!r}")
-
-
-def _cells(layer: LayerStatistics) -> list[str]:
-    return [f"{max(layer.max_logit):.1f}", f"{min(layer.entropy):.2f}", f"{tables.mean(layer.over_half):.2%}"]

@@ -1,39 +1,57 @@
-"""Texts of paragraphs and tables, and the cells for a layer's numbers."""
+"""Texts of paragraphs and tables: predictions, and layers with their logits, bounds and gains."""
 
 from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from hf_qknorm.files.formatting import format_fixed
+from hf_qknorm.reports.records import LayerStatistics, Prediction
 
-ROWS = 12  # layers in a table: the worst ones; JSON has all layers
-WIDTH = 100  # of a paragraph, in characters
-READING = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
-BOUND = "bound: the largest |logit| that any input can give"
-BEYOND = "beyond: the share of vectors beyond the knee"
+ROWS: Final = 12  # layers in a table: the worst ones; JSON has all layers
+WIDTH: Final = 100  # of a paragraph, in characters
+LEVELS: Final = ("calm", "raised", "large", "runaway")  # |logit| up to half the cap, the cap, twice the cap, above
+READING: Final = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
+LIMITS: Final = "bound: the largest |logit| that any input can give; gain: the largest |gain|"
 
 
 def page(*parts: str) -> str:
     """The parts that are not empty, with an empty line between them."""
-    return "\n\n".join(stripped for part in parts if (stripped := part.rstrip()))
+    return "\n\n".join(part for part in parts if part)
 
 
-def over_names(cap: float) -> list[str]:
-    """The column names of the shares of logits over half the cap and over the cap: `> 25`, `> 50`."""
-    return [f"> {cap / 2:g}", f"> {cap:g}"]
+def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
+    """A table with a line per prediction that is not None; empty without any."""
+    found = {name: p for name, p in predictions.items() if p is not None}
+    bounded = any(p.bound is not None for p in found.values())
+    rows = [["", "loss", "perplexity", "KL", "same top token", *["bound"] * bounded]]
+    for name, p in found.items():
+        row = [name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"]
+        rows.append([*row, *[_bound(p.bound)] * bounded])
+    return _aligned(rows) if found else ""
 
 
-def bound_cell(bound: float | None) -> str:
-    """A bound with one decimal; `-` for None."""
-    return "-" if bound is None else format_fixed(bound, 1)
+def layers_table(layers: Mapping[str, Sequence[LayerStatistics]], cap: float) -> str:
+    """A table of the layers with the largest logits, and how to read it.
 
-
-def pair_of_means(q: Sequence[float] | None, k: Sequence[float] | None, form: str = ".3g") -> str:
-    """The means over heads of the numbers of queries and keys: `1.2, 0.8`; `-` for None."""
-    cells = ["-" if numbers is None else format(mean(numbers), form) for numbers in (q, k)]
-    return "-" if q is None and k is None else ", ".join(cells)
+    A layer has its statistics, or those before and after a change; arrows join these. Gains and bounds are the last
+    one's.
+    """
+    ranked = sorted(layers.items(), key=lambda item: -max(item[1][-1].max_logit))
+    normed = any(not seen[-1].gain_q is seen[-1].gain_k is None for seen in layers.values())
+    rows = [["layer", "", "max |logit|", "entropy", f"> {cap / 2:g}", *["bound", "gain q, k"] * normed]]
+    for name, seen in ranked[:ROWS]:
+        last = seen[-1]
+        level = LEVELS[sum(max(last.max_logit) > factor * cap for factor in (0.5, 1, 2))]
+        cells = ([f"{max(x.max_logit):.1f}", f"{min(x.entropy):.2f}", f"{mean(x.over_half):.2%}"] for x in seen)
+        gains = ", ".join("-" if gain is None else f"{gain:.3g}" for gain in (last.gain_q, last.gain_k))
+        both = (" → ".join(numbers) for numbers in zip(*cells, strict=True))
+        rows.append([name, level, *both, *[_bound(last.bound), gains] * normed])
+    rest = f"\n… and {len(layers) - ROWS} calmer layers" if len(layers) > ROWS else ""
+    reading = ";\n".join([READING, *[LIMITS] * normed])
+    return f"{_aligned(rows)}{rest}\n\n{reading}"
 
 
 def context_note(length: int | None, context: int | None) -> str:
@@ -47,12 +65,16 @@ def context_note(length: int | None, context: int | None) -> str:
     return textwrap.fill(note, WIDTH)
 
 
-def rest(layers: int) -> str:
-    """The line below a table that leaves out layers."""
-    return f"… and {layers - ROWS} calmer layers" if layers > ROWS else ""
+def mean(values: Sequence[float]) -> float:
+    """The mean of the numbers; infinite or NaN where they are, unlike `statistics.fmean`, and NaN without any."""
+    return sum(values) / len(values) if values else math.nan
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> str:
+def _bound(bound: float | None) -> str:
+    return "-" if bound is None else format_fixed(bound, 1)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
     """Rows of cells as text: the first column is aligned left, the others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -60,8 +82,3 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
         cells = [first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=True))]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
-
-
-def mean(values: Sequence[float]) -> float:
-    """The mean of the numbers; infinite or NaN where they are, unlike `statistics.fmean`, and NaN without any."""
-    return sum(values) / len(values) if values else math.nan

@@ -59,23 +59,17 @@ class LogitSample:
     def scalars(self) -> dict[str, float]:
         """All numbers for a logger: the summary, where the largest |logit| is and each layer's, the mean of `over_cap`.
 
-        The largest rms of the layers' outputs: of queries, keys and values, of attention, and of the MLP. With norms,
-        the largest |gain| of any.
+        With norms, the largest |gain| of any.
         """
         name, head, _ = self.worst()
         layers = list(self.layers.values())
-        known = {
-            "max_rms_qkv": [x.rms_qkv for x in layers],
-            "max_rms_out": [x.rms_out for x in layers if x.rms_out is not None],
-            "max_rms_mlp": [x.rms_mlp for x in layers if x.rms_mlp is not None],
-            "max_gain": [gain for x in layers for gain in (x.gain_q, x.gain_k) if gain is not None],
-        }
+        gains = [gain for x in layers for gain in (x.gain_q, x.gain_k) if gain is not None]
         return self.summary() | {
             "attention/max_logit_layer": list(self.layers).index(name),
             "attention/max_logit_head": head,
             "attention/over_cap": mean([share for layer in layers for share in layer.over_cap]),
             **{f"attention/max_logit/{i}": max(x.max_logit, key=nan_as_inf) for i, x in enumerate(layers)},
-            **{f"attention/{key}": max(numbers, key=nan_as_inf) for key, numbers in known.items() if numbers},
+            **({"attention/max_gain": max(gains, key=nan_as_inf)} if gains else {}),
         }
 
     def line(self) -> str:

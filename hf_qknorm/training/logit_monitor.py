@@ -26,10 +26,9 @@ class LogitMonitor(TrainerCallback):
     """Trainer callback: samples the attention of a model, patched or not, every `every` steps; others cost nothing.
 
     A sample covers the first `rows` sequences of the step's first micro-batch on each rank. It has, per layer and head,
-    the largest |logit|, the entropy (nats), the share of logits over the cap, the rms of q, k and v before any norm,
-    and the norms of the gradients of the projections to q and k after clipping; per layer, the rms of the outputs of
-    attention and of the MLP, the largest gain of the norms of queries and keys, of a scheme or of the model itself
-    (Qwen3), and the bound that they set on |logit|.
+    the largest |logit|, the entropy (nats), the share of logits over the cap, and the norms of the gradients of the
+    projections to q and k after clipping; per layer, the largest gain of the norms of queries and keys, of a scheme or
+    of the model itself (Qwen3), and the bound that they set on |logit|.
     Recomputed passes do not count, nor do passes without gradients, as of an evaluation or a generation (GRPO). In
     sampled steps compiled models run eagerly, and kernels run without norm and RoPE in them.
 

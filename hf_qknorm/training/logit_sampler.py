@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.distributed import world_size
 from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights
 from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
@@ -22,8 +22,8 @@ from hf_qknorm.training.logit_log import LogitSample
 
 GradientNorms = tuple[Tensor | None, Tensor | None]  # of the weights of queries and of keys
 QUERIES, KEYS = ("q", "uq", "qr"), ("k", "uk")  # parts of a head; of latent attention, those behind the latent
-SCALARS = ("cap", "even", "rms_out", "rms_mlp")
-UNSEEN = {"rms_k": "k_norm", "rms_out": "out", "rms_mlp": "mlp"}  # what a layer may lack, by `LogitStatistics.lengths`
+SCALARS = ("cap", "even")
+BY_HEAD = ("entropy", "over_cap")
 
 
 class LogitSampler:
@@ -44,10 +44,10 @@ class LogitSampler:
         self.gradients: dict[str, GradientNorms] = {}
         with ExitStack() as stack:  # removes all hooks if the model is refused
             self.layers = stack.enter_context(watchable_layers(model))
-            self.heads = {name: layer.family.style.heads(layer)[:2] for name, layer in self.layers.items()}
+            self.heads = {name: layer.family.style.heads(layer)[0] for name, layer in self.layers.items()}
             fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
             whole = not fsdp1 and all(p.numel() for p in model.parameters())  # not parts, or nothing, as under ZeRO-3
-            self.gains, self.bounds = (largest_gains(model), logit_bounds(model)) if whole else ({}, {})
+            self.limits = norm_limits(model) if whole else {}
             enabled = torch.is_grad_enabled()
             # no method, as a copy of the model would copy the sampler with it
             first = PassFilter(lambda model: torch.is_grad_enabled() is enabled and not self.found)
@@ -63,7 +63,7 @@ class LogitSampler:
 
     def sample(self, step: int) -> LogitSample | None:
         """The sample over all ranks, maxima of logits and means of the rest; None if no pass was seen."""
-        rows = [_packed(self.found.get(name), *heads) for name, heads in self.heads.items()]
+        rows = [_packed(self.found.get(name), heads) for name, heads in self.heads.items()]
         parameter = next(next(iter(self.layers.values())).parameters())
         device = next((entry.max_logit.device for entry in self.found.values()), parameter.device)
         largest, sums = (torch.cat([row[i].to(device) for row in rows]) for i in (0, 1))
@@ -73,37 +73,27 @@ class LogitSampler:
         tops = torch.split(largest.cpu(), [len(top) for top, _ in rows])
         totals = torch.split(sums.cpu().double(), [len(numbers) for _, numbers in rows])
         layers = {
-            name: self._layer(name, heads_kv, top, total[1:] / total[0])
-            for (name, (_, heads_kv)), top, total in zip(self.heads.items(), tops, totals, strict=True)
+            name: self._layer(name, top, total[1:] / total[0])
+            for name, top, total in zip(self.heads, tops, totals, strict=True)
             if total[0]
         }
         return LogitSample(step, layers) if layers else None
 
-    def _layer(self, name: str, heads_kv: int, top: Tensor, means: Tensor) -> LayerStatistics:
+    def _layer(self, name: str, top: Tensor, means: Tensor) -> LayerStatistics:
         """The statistics of a layer, from maxima `[H]` and the means of `_packed`."""
-        sizes = _sizes(len(top), heads_kv)
-        parts = zip(sizes, torch.split(means, [*sizes.values()]), strict=True)
-        fields: dict[str, Any] = {key: x.item() if key in SCALARS else tuple(x.tolist()) for key, x in parts}
-        known = self.found[name].lengths if name in self.found else UNSEEN.values()
-        fields |= {field: None for field, part in UNSEEN.items() if part not in known}
+        scalars, by_head = means[: len(SCALARS)].tolist(), means[len(SCALARS) :].view(len(BY_HEAD), -1).tolist()
+        fields: dict[str, Any] = dict(zip(SCALARS, scalars, strict=True))
+        fields |= dict(zip(BY_HEAD, map(tuple, by_head), strict=True))
         q, k = (None if g is None else tuple(g.tolist()) for g in self.gradients.get(name, (None, None)))
-        gain_q, gain_k = self.gains.get(name, (None, None))
-        fields |= {"grad_q": q, "grad_k": k, "gain_q": gain_q, "gain_k": gain_k, "bound": self.bounds.get(name)}
+        fields |= {"grad_q": q, "grad_k": k, **self.limits.get(name, {})}
         return LayerStatistics(tuple(top.tolist()), **fields)
 
 
-def _sizes(heads: int, heads_kv: int) -> dict[str, int]:
-    """The counts of the numbers of a layer that ranks average."""
-    by_head, by_key_head = ("entropy", "over_cap", "rms_q"), ("rms_k", "rms_v")
-    return dict.fromkeys(SCALARS, 1) | dict.fromkeys(by_head, heads) | dict.fromkeys(by_key_head, heads_kv)
-
-
-def _packed(entry: LogitStatistics | None, heads: int, heads_kv: int) -> tuple[Tensor, Tensor]:
+def _packed(entry: LogitStatistics | None, heads: int) -> tuple[Tensor, Tensor]:
     """A layer's maxima `[H]`, and the numbers to sum over ranks: 1 if the layer was seen, and the means."""
-    sizes = _sizes(heads, heads_kv)
     if entry is None:  # a layer that was skipped on this rank
-        return torch.full((heads,), -1.0), torch.zeros(1 + sum(sizes.values()))
-    values = [1.0, *(getattr(entry, name) for name in sizes)]
+        return torch.full((heads,), -1.0), torch.zeros(1 + len(SCALARS) + len(BY_HEAD) * heads)
+    values = [1.0, *(getattr(entry, name) for name in (*SCALARS, *BY_HEAD))]
     numbers = [torch.as_tensor(x, dtype=torch.float32, device=entry.max_logit.device).flatten() for x in values]
     return entry.max_logit.float(), torch.cat(numbers)
 

@@ -1,17 +1,15 @@
 """QuacK: per-head learning rates of queries and keys that fall as the vectors on the other side grow.
 
 A step ΔW_Q changes a logit by (ΔW_Q·x)·k, at most ‖ΔW_Q‖·‖x‖·‖k‖, with x the input of the projection. Each head's
-steps of W_Q are therefore scaled by τ·(|x|·|k|)₀/(|x|·|k|): |·| is the root mean square over isotropic inputs, and ₀
-its value before the first step. W_K's are scaled in the same way by |x|·|q|. Behind a norm with gain g and bias
-β, that is for x = g·x̂ + β and k = W_K·x + b, |k|² = ‖W_K·diag(g)‖² + ‖W_K·β + b‖², and |x|² is the mean of g² + β². A
-step of the projection's bias changes a logit by Δb·k, whatever x is: its factor is the weight's without |x|.
+steps of W_Q are therefore scaled by τ·|k|₀/|k|: |·| is the root mean square over isotropic inputs x of constant size,
+and ₀ its value before the first step. W_K's are scaled in the same way by |q|, and the projections' biases like their
+weights. With a bias b, |k|² = ‖W_K‖² + ‖b‖².
 
-Source: Anson & Aitchison 2025 (arXiv 2511.21377), lemma 1 and algorithm 1. The paper has inputs of length 1 and no
-biases: there |k| is ‖W_K‖, and |x| is constant. Not in the paper: gains and biases; and several query heads that share
-a key head count by the largest of their sizes. For latent attention the paper's algorithm 2 multiplies the norms of all
-weights from the input to the head. The models here norm their latents, so that the weights W_D before a latent do not
-change its size: they do not count for the others, and their own rates are relative to the latent before its norm, τ
-times the ratio of |W_D·x|/(|x|·|q|·|k|) to its initial value.
+Source: Anson & Aitchison 2025 (arXiv 2511.21377), lemma 1 and algorithm 1. Not in the paper: biases; and several query
+heads that share a key head count by the largest of their sizes. For latent attention the paper's algorithm 2 multiplies
+the norms of all weights from the input to the head. The models here norm their latents, so that the weights W_D before
+a latent do not change its size: they do not count for the others, and their own rates are relative to the latent before
+its norm, τ times the ratio of |W_D·x|/(|q|·|k|) to its initial value.
 """
 
 from __future__ import annotations
@@ -29,7 +27,6 @@ from torch.optim import Optimizer
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.measure.head_weights import (
-    Sizes,
     attention_head_weights,
     attention_layers,
     normed_sides,
@@ -69,9 +66,8 @@ class QuacK(Optimizer):
     head. A copy of the weights of queries and keys (of values too, if fused) is kept during the step: 1.3 GB for an 8B
     Llama in bfloat16. Optimisers with their own weights (fp32 copies, slow weights) would undo the scaling.
 
-    Sizes count the gain and bias of the norm in front of attention, and the biases of the projections. Where no norm
-    is in front of attention (OLMo 2, BERT), the input counts as constant. Steps of that norm's own gain and bias change
-    logits too, and are not scaled. `state_dict` holds the initial rates; after a state without them is loaded, the next
+    The input counts as constant: the gain and bias of the norm in front of attention, and their steps, are left out.
+    `state_dict` holds the initial rates; after a state without them is loaded, the next
     step measures them anew.
 
     Logs a warning for a model with norms of queries or keys, which remove the sizes that the rates depend on.
@@ -90,7 +86,7 @@ class QuacK(Optimizer):
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         self.layers = attention_head_weights(model)
-        self.first: dict[tuple[str, str], Tensor] = {}  # initial rates by layer and part, `[2, heads]`
+        self.first: dict[tuple[str, str], Tensor] = {}  # initial rates by layer and part, `[heads]`
         self._own()  # raises without these weights
         _warn_of_norms(model)
         super().__setstate__({})  # sets up hooks and profiling; parameters belong to the wrapped optimiser
@@ -193,14 +189,13 @@ class QuacK(Optimizer):
         return own
 
 
-def learning_rates(present: Sizes) -> dict[str, Tensor]:
-    """The learning rates of a layer's parts up to a constant, `[2, heads]`: of the weights, and of the biases."""
-    rates = (_rates if "q" in present.outputs else _latent_rates)(present.outputs)
-    return {name: torch.stack([rate / present.inputs[name], rate]) for name, rate in rates.items()}
+def learning_rates(present: ByPart) -> ByPart:
+    """The learning rates of a layer's parts up to a constant, `[heads]`, from the sizes of their outputs, `[heads]`."""
+    return (_rates if "q" in present else _latent_rates)(present)
 
 
 def _rates(outputs: ByPart) -> ByPart:
-    """The rates of queries and keys for inputs of constant size, from the sizes of their outputs, `[heads]`."""
+    """The rates of queries and keys."""
     q, k = outputs["q"], outputs["k"]
     group = len(q) // len(k)
     return {"q": 1 / k.repeat_interleave(group), "k": 1 / q.view(-1, group).amax(1)}
@@ -217,14 +212,13 @@ def _latent_rates(outputs: ByPart) -> ByPart:
     return rates if "dq" not in outputs else rates | {"dq": outputs["dq"] / torch.maximum(plain, rotated * kr)}
 
 
-def _check_sizes(layer: str, present: Sizes, names: Sequence[str]) -> None:
+def _check_sizes(layer: str, present: ByPart, names: Sequence[str]) -> None:
     """Raise ValueError for a head whose queries or keys are zero."""
     for name in names:
-        if len(zero := (present.outputs[name] * present.inputs[name] == 0).nonzero()):
+        if len(zero := (present[name] == 0).nonzero()):
             raise ValueError(
-                f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, or the gain of the norm before "
-                "them, and QuacK's learning rates are relative to their size before the first step: initialise or load "
-                "them first"
+                f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, and QuacK's learning rates are "
+                "relative to their size before the first step: initialise or load them first"
             )
 
 

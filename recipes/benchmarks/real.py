@@ -29,7 +29,7 @@ from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.predictions import predictions
 from hf_qknorm.measure.text import load_text, tokenize
 from hf_qknorm.model.knees import knee_of
-from hf_qknorm.plots import INK, finish_axes, legend_above, new_figure, save_figure
+from hf_qknorm.plots import INK, finish_axes, new_figure, save_figure
 
 LENGTH, CALIBRATED, JUDGED = 512, 20, 6
 Row = dict[str, Any]
@@ -137,7 +137,7 @@ def draw_kept(rows: list[Row], path: Path) -> None:
     axes.set_xticks(bounds, [f"{row['bound']:.0f}\nknee {row['knee']:g}" for row in rows])
     axes.minorticks_off()
     finish_axes(axes, "largest |logit| that any input can have", "nats per token")
-    legend_above(axes, columns=3)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9, labelcolor=INK)
     save_figure(figure, path)
 
 

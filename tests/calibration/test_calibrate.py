@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaCon
 
 from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.calibration.gains import named_norms
-from hf_qknorm.measure.text import default_length
+from hf_qknorm.measure.text import sequence_length
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.ops.reference import head_norm
@@ -114,9 +114,9 @@ def test_ones_restores_fresh_gains_and_the_mode(knee):
     first = calibrate(model, batches, method="moments")
     report = calibrate(model, batches, method="ones", knee=knee)
     assert model.training
-    assert report.base_loss == first.base_loss  # without dropout
+    assert report.base.loss == first.base.loss  # without dropout
     assert report.knee == pytest.approx(knee, rel=0.1)
-    assert (report.loss == report.fresh_loss) == (knee == 0)
+    assert (report.loss == report.ones.loss) == (knee == 0)
     assert all((layer.q_norm.weight == 1).all() for layer in patched_layers(model).values())
 
 
@@ -133,7 +133,7 @@ def test_ones_restores_fresh_gains_and_the_mode(knee):
     ],
 )
 def test_sequences_are_longer_where_positions_are_learned(config, length):
-    assert default_length(config) == length
+    assert sequence_length(config) == length
 
 
 def test_refusals():
@@ -189,5 +189,5 @@ def test_calibration_changes_the_norms_alone_and_leaves_no_attributes_behind_but
 def test_a_scheme_without_gains_has_nothing_to_calibrate(scheme):
     model = patch_model(tiny_model("llama"), scheme)
     report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)])
-    assert report.loss == report.fresh_loss
+    assert report.loss == report.ones.loss
     assert str(report).startswith("moments: loss ")

@@ -49,7 +49,7 @@ def test_the_loss_is_that_of_training_on_the_same_batch(name):
         assert found.base.loss == pytest.approx(expected, rel=1e-5)
         assert (found.tokens, found.length) == (count, count)
     report = calibrate(patch_model(model, "qk_norm"), batches, method="ones")
-    assert report.base_loss == pytest.approx(expected, rel=1e-5)
+    assert report.base.loss == pytest.approx(expected, rel=1e-5)
     assert (report.tokens, report.judged, report.length) == (count, count, count)
 
 

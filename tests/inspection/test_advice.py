@@ -8,28 +8,25 @@ import pytest
 
 from hf_qknorm import SCHEMES, Scheme
 from hf_qknorm.inspection.advice import advise, cap_loss, knee_scheme, wide_cap
-from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials
+from hf_qknorm.inspection.report import Inspection
 from hf_qknorm.reports.records import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
 NORMED = Scheme(q="rms", k="rms")
-TRIALS = tuple(
-    KneeTrial(knee, rise, rise / 2, 40 * (1 + knee))
-    for knee, rise in ((0.0, 0.4), (1.0, 0.08), (2.0, 0.010), (4.0, 0.007), (8.0, 0.002))
-)
-KEPT = KneeTrials(SCHEMES["qk_norm_cap"], 0.011, TRIALS)
-LOST = KneeTrials(SCHEMES["qk_norm_cap"], 0.005, TRIALS[:4])
+KNEES = {4.0: Prediction(1.407, 0.004, 0.97, bound=200.0)}
+KEPT = {"knees": KNEES, "knee": 4.0, "knee_scheme": SCHEMES["qk_norm_cap"]}
+LOST = {"knees": KNEES}
 
 
 def layer(*logits: float, entropy: float = 3.0) -> LayerStatistics:
     """A layer whose heads have these largest logits."""
     n = len(logits)
-    return LayerStatistics(logits, (entropy,) * n, (0.0,) * n, (0.0,) * n, (1.0,) * n, (1.0,), even=4.5)
+    return LayerStatistics(logits, (entropy,) * n, (0.0,) * n, (0.0,) * n, even=4.5)
 
 
 def inspection(layers: dict[str, LayerStatistics], **known) -> Inspection:
     """The inspection of a model with these layers."""
-    return Inspection("tiny", "llama", 4096, 256, **{"cap": 50.0, "layers": layers, **known})
+    return Inspection("tiny", "llama", 4096, 256, 50.0, layers, base=Prediction(1.4), **known)
 
 
 def measurements(largest: float, *, bound: float | None = None, **known) -> Inspection:
@@ -51,7 +48,7 @@ def test_layers_are_ranked_by_their_largest_logit():
     rows = [line.split()[:4] for line in found.table().splitlines() if line.startswith("layer.")]
     assert [row[0] for row in rows] == [name for name, _ in found.ranked]
     assert [row[1] for row in rows] == ["runaway", "large", "raised", "calm"]
-    assert rows[0][2:] == ["120.0", "1"]
+    assert rows[0][2:] == ["120.0", "3.00"]
 
 
 @pytest.mark.parametrize(("entropy", "named"), [(0.44, True), (0.46, False)])
@@ -73,12 +70,12 @@ CASES = {
     ),
     "rule 1: Gemma 2": (measurements(90.0, own_cap=50.0), "none", "its cap of 50 bounds them: nothing need be added"),
     "rule 2: a knee keeps the loss": (
-        measurements(80.0, knees=KEPT, trials=CAPPED),
+        measurements(80.0, **KEPT, trials=CAPPED),
         "qk_norm_cap",
         "a knee of 4 costs +0.007 nats (KL 0.004) and bounds |logit| by 200 for any input",
     ),
     "rule 2: DeepSeek V3": (
-        measurements(20.0, latent=True, knees=KEPT),
+        measurements(20.0, latent=True, **KEPT),
         "qk_norm_cap",
         "a server with a latent cache must hold one number more for each token and head",
     ),
@@ -88,7 +85,7 @@ CASES = {
         "a cap of 140 bends the largest logit by 10%, and bounds later ones",
     ),
     "rule 3: 50 is measured to cost much": (
-        measurements(80.0, trials=DEAR_CAPS | {"Scheme(softcap=140.0)": CHEAP}, knees=LOST),
+        measurements(80.0, trials=DEAR_CAPS | {"Scheme(softcap=140.0)": CHEAP}, **LOST),
         "Scheme(softcap=140.0)",
         "no knee was cheap enough, or none was tried; a cap needs no calibration",
     ),
@@ -109,7 +106,7 @@ CASES = {
         "a cap of 260 bends the largest logit by 10%",
     ),
     "rule 4: every cap and every knee costs much": (
-        measurements(80.0, trials=DEAR_CAPS, knees=LOST),
+        measurements(80.0, trials=DEAR_CAPS, **LOST),
         "qk_norm",
         "calibrate(max_loss_increase=...) keeps most of the loss",
     ),
@@ -143,8 +140,3 @@ def test_four_rules_and_at_most_four_lines(known, name, reason):
 )
 def test_knees_are_tried_with_a_harmless_cap(known, expected):
     assert knee_scheme(measurements(80.0, **known)) == expected
-
-
-def test_the_chosen_knee_has_a_margin_over_the_smallest_within_the_limit():
-    assert KEPT.chosen == TRIALS[3]
-    assert LOST.chosen is None

@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
-from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, patch_model, unpatch_model
+from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, logit_statistics, patch_model, unpatch_model
 from hf_qknorm.calibration.knees import LIMIT, SHARPNESS
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.inspection.inspect import SWEPT
 from hf_qknorm.measure.bounds import logit_bound
-from hf_qknorm.measure.predictions import evaluate, predictions
+from hf_qknorm.measure.predictions import predictions
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.tables import fingerprint, randomise, sharp_model
 from qknorm_tests.tables import random_tokens as tokens
@@ -37,9 +37,13 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     patch_model(model.eval(), "none", attn_implementation="hf_qknorm")
     batches = [{"input_ids": x} for x in (batch, tokens(1, 12))]
     assert found.base == predictions(model, batches)[0]
-    for name, layer in evaluate(model, batches, 50.0, compared=False).after.items():
-        for field in ("max_logit", "entropy", "over_half", "over_cap", "rms_q", "rms_k"):
-            assert getattr(found.layers[name], field) == pytest.approx(getattr(layer, field), rel=1e-5, abs=1e-6)
+    with torch.no_grad(), logit_statistics(model, cap=50.0) as watched:
+        for each in batches:
+            model(**each)
+    for name, seen in watched.items():
+        for field in ("max_logit", "entropy", "over_half", "over_cap", "even"):
+            expected = getattr(seen, field).tolist()
+            assert getattr(found.layers[name], field) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert list(found.layers) == list(patched_layers(model))
 
 
@@ -62,22 +66,25 @@ def test_schemes_that_may_suit_the_model_are_tried(family):
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_knees_are_tried_where_queries_and_keys_can_be_normed_up_to_the_one_that_is_chosen(family):
     model, batches = sharp_model(family), [tokens(2, 20, seed) for seed in range(4)]
-    found = inspect_model(model, batches).knees
+    found = inspect_model(model, batches)
     if FAMILIES[family].own_norms:
-        assert found is None
+        assert (found.knees, found.knee) == ({}, None)
         return
-    cheap = [max(trial.rise, trial.kl) <= LIMIT for trial in found.trials]
-    assert [trial.knee for trial in found.trials] == list(SWEPT[: len(found.trials)])
-    assert found.chosen is (found.trials[-1] if any(cheap) else None)
-    assert len(cheap) == len(SWEPT) or cheap.index(True) == len(cheap) - 2
-    assert [trial.bound for trial in found.trials] == sorted(trial.bound for trial in found.trials)
-    assert found.scheme == (SCHEMES["qk_norm"] if FAMILIES[family].own_cap else SCHEMES["qk_norm_cap"])
+    cheap = [max(tried.loss - found.base.loss, tried.kl) <= LIMIT for tried in found.knees.values()]
+    assert list(found.knees) == list(SWEPT[: len(cheap)])
+    assert found.knee == (list(found.knees)[-1] if any(cheap) else None)
+    first = cheap.index(True) if any(cheap) else len(SWEPT)
+    assert len(cheap) == min(first + 2, len(SWEPT))  # the next larger one is a margin
+    bounds = [tried.bound for tried in found.knees.values()]
+    assert bounds == sorted(bounds)
+    assert found.knee_scheme == (SCHEMES["qk_norm"] if FAMILIES[family].own_cap else SCHEMES["qk_norm_cap"])
     judged = [{"input_ids": batches[0][:1]}]  # one of eight
-    patch_model(model, found.scheme, attn_implementation="hf_qknorm")
-    trial = found.trials[-1]
-    report = calibrate(model, judged, "moments", knee=trial.knee, sharpness=SHARPNESS)
-    assert trial.bound == pytest.approx(report.bound, rel=1e-3)
-    assert trial.rise == pytest.approx(report.loss - report.base_loss, abs=1e-3)
+    patch_model(model, found.knee_scheme, attn_implementation="hf_qknorm")
+    knee, tried = list(found.knees.items())[-1]
+    report = calibrate(model, judged, "moments", knee=knee, sharpness=SHARPNESS)
+    assert tried.bound == pytest.approx(report.bound, rel=1e-3)
+    assert tried.loss - found.base.loss == pytest.approx(report.loss - report.base.loss, abs=1e-3)
+    assert f"knee {knee:.3g}{', chosen' * (knee == found.knee)} " in found.table()
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm_cap", "qkv_norm", "q_norm", "none", {"softcap": 3.0}])
@@ -95,37 +102,18 @@ def test_a_patched_model_is_measured_as_it_is(scheme):
         assert "Advice: leave it as it is" in found.table()
 
 
-def test_the_entropy_of_even_attention_is_a_mean_of_logarithms():
-    batch = {"input_ids": tokens(2, 20), "attention_mask": torch.ones(2, 20, dtype=torch.long)}
-    batch["attention_mask"][0, :15] = 0
-    llama = inspect_model(sharp_model("llama"), [batch])
-    mistral = inspect_model(sharp_model("mistral"), [batch])  # with a window of 8
-    for found, window in ((llama, 20), (mistral, 8)):
-        terms = [math.log(min(t, window)) for n in (5, 20) for t in range(1, n + 1)]
-        assert [layer.even for layer in found.layers.values()] == [pytest.approx(sum(terms) / 25)] * 2
-    model = sharp_model("mistral")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "q_proj" in name:
-                parameter.zero_()  # then attention is even
-    found = inspect_model(model, [batch])
-    for layer in found.layers.values():
-        assert layer.entropy == pytest.approx([layer.even] * 4, rel=1e-5)
-
-
 def test_the_json_file_holds_all_fields(tmp_path):
     found = inspect_model(sharp_model("llama"), [tokens(2, 20)])
     found.save(tmp_path / "inspect.json")
     data = json.loads((tmp_path / "inspect.json").read_text())
     assert data == json.loads(json.dumps(found.to_dict()))
-    assert list(data["layers"]) == list(found.layers)
-    assert [layer["max_logit"] for layer in data["layers"].values()] == [
-        list(layer.max_logit) for layer in found.layers.values()
-    ]
+    for name, layer in found.layers.items():
+        assert data["layers"][name]["max_logit"] == list(layer.max_logit)
     assert data["advice"]["reasons"] == list(found.advice.reasons)
-    assert {name: trial["kl"] for name, trial in data["trials"].items()} == {n: p.kl for n, p in found.trials.items()}
-    assert [trial["knee"] for trial in data["knees"]["trials"]] == [trial.knee for trial in found.knees.trials]
-    assert data.get("chosen_knee") == (found.knees.chosen and found.knees.chosen.knee)
+    for shown, tried in ((data["trials"], found.trials), (data["knees"], found.knees)):
+        assert [(p["kl"], p.get("bound")) for p in shown.values()] == [(p.kl, p.bound) for p in tried.values()]
+    assert [float(knee) for knee in data["knees"]] == list(found.knees)
+    assert data.get("knee") == found.knee
 
 
 def test_a_patched_model_is_inspected_with_its_bounds():
@@ -137,7 +125,7 @@ def test_a_patched_model_is_inspected_with_its_bounds():
     assert found.bound == max(layer.bound for layer in found.layers.values())
     assert all(max(layer.max_logit) <= layer.bound for layer in found.layers.values())
     header = next(line for line in found.table().splitlines() if line.startswith("layer "))
-    assert header.split()[-1] == "bound"
+    assert header.split()[-4:] == ["bound", "gain", "q,", "k"]
     assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bound is None
 
 

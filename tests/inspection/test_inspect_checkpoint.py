@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -12,7 +10,7 @@ from hf_qknorm import SCHEMES, patch_model
 from hf_qknorm.calibration.knees import KNEES
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.inspection.report import Inspection
-from qknorm_tests.folders import configure, save_with_tokenizer
+from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tables import sharp_model
 
 
@@ -61,34 +59,6 @@ def test_missing_files_are_named_in_one_line(checkpoint):
     assert "tokenizer" in str(error.value)
 
 
-def _truncate(folder: Path) -> None:
-    data = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(data[:-100])
-
-
-# A damage to a checkpoint, and the line that reports it.
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (_truncate, r"model.safetensors is truncated or corrupted"),
-    "too many layers": (
-        lambda f: configure(f, num_hidden_layers=3),
-        r"(no weights for model.layers.2|norm tensors are missing from the weights, first 'model.layers.2)",
-    ),
-    "wrong type": (lambda f: configure(f, hidden_size="many"), r"config.json can't be (read|used).*hidden_size"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-@pytest.mark.parametrize("patched", [False, True])
-def test_damaged_checkpoints_are_reported_in_one_line(checkpoint, damage, patched):
-    if patched:
-        patch_model(sharp_model("llama", vocab_size=257), "qk_norm").save_pretrained(checkpoint)
-    change, message = DAMAGE[damage]
-    change(checkpoint)
-    with pytest.raises(ValueError, match=message) as error:
-        inspect_checkpoint(str(checkpoint), data=str(checkpoint.parent / "text.txt"), max_tokens=600)
-    assert "\n" not in str(error.value)
-
-
 def test_the_advice_for_a_trained_model(shared):
     text = str(shared / "data" / "tinyshakespeare.txt")
     found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), data=text, max_tokens=2048)
@@ -97,5 +67,5 @@ def test_the_advice_for_a_trained_model(shared):
     assert found.largest > 50
     trials = found.trials
     assert trials["qk_norm"].kl > 10 * trials["q_norm"].kl > 100 * trials["soft_cap"].kl
-    assert 0 < found.knees.chosen.knee < KNEES[-1]
-    assert f"a knee of {found.knees.chosen.knee:.3g} costs" in " ".join(found.table().split())
+    assert 0 < found.knee < KNEES[-1]
+    assert f"a knee of {found.knee:.3g} costs" in " ".join(found.table().split())

@@ -60,20 +60,28 @@ def test_parts_are_the_rows_of_the_heads(model_type, settings):
                 assert torch.equal(moves, outputs), f"{name} {side} head {head}"
 
 
-def test_unknown_projections_are_refused():
+def with_weight(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(64, 32)
+    linear.weight = nn.Parameter(weight)
+    return linear
+
+
+@pytest.mark.parametrize(
+    ("projection", "message"),
+    [
+        (nn.Bilinear(2, 2, 2), r"torch\.nn\.\S+\.Bilinear: expected torch's Linear"),
+        (with_weight(torch.zeros(32 * 64)), r"Linear with a Parameter \[2048\] of torch.float32"),
+        (with_weight(torch.zeros(32, 64).as_subclass(Codes)), r"Linear with a Codes .* do not quantise it"),
+        (weight_norm(nn.Linear(64, 32)), r"ParametrizedLinear with a Tensor .* end parametrizations"),
+    ],
+)
+def test_unknown_projections_are_refused(projection, message):
+    model = sharp_model("llama")
+    model.model.layers[1].self_attn.k_proj = projection
+    with pytest.raises(ValueError, match=rf"model\.layers\.1\.self_attn\.k_proj is a \S*{message}"):
+        attention_head_weights(model)
+
+
+def test_a_model_without_attention_is_refused():
     with pytest.raises(ValueError, match="Linear has no attention layer of a known family"):
         attention_head_weights(nn.Linear(2, 2))
-    model = sharp_model("llama")
-    model.model.layers[1].self_attn.k_proj = nn.Bilinear(2, 2, 2)
-    with pytest.raises(ValueError, match=r"layers\.1\.self_attn\.k_proj is a torch\.nn\.\S+\.Bilinear"):
-        attention_head_weights(model)
-    model.model.layers[1].self_attn.k_proj = nn.Linear(64, 32)
-    model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(64 * 32))
-    with pytest.raises(ValueError, match=r"k_proj has a Parameter of shape \[2048\] and torch.float32"):
-        attention_head_weights(model)
-    model.model.layers[1].self_attn.k_proj.weight = nn.Parameter(torch.zeros(32, 64).as_subclass(Codes))
-    with pytest.raises(ValueError, match=r"k_proj has a Codes of shape .* do not quantise it"):
-        attention_head_weights(model)
-    weight_norm(model.model.layers[0].self_attn.q_proj)
-    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.q_proj has no parameter as its weight"):
-        attention_head_weights(model)

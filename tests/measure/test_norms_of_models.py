@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from accelerate import cpu_offload
 from torch import nn
 
-from hf_qknorm import FAMILIES, LogitMonitor, inspect_model, patch_model
+from hf_qknorm import FAMILIES, inspect_model, patch_model
 from hf_qknorm.families import known_families
-from hf_qknorm.measure.bounds import largest_gains, logit_bounds
+from hf_qknorm.measure.bounds import logit_bounds, norm_limits
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
-from hf_qknorm.training.logit_log import LogitSample
 from qknorm_tests.slow import slow_but
-from qknorm_tests.tables import fingerprint, make_batch, real, sharp_model
+from qknorm_tests.tables import fingerprint, sharp_model
 
 TOKENS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
 BORN = [model_type for model_type in known_families() if FAMILIES[model_type].own_norms]
@@ -118,10 +115,9 @@ def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
         assert layer.max_logit == pytest.approx(seen[name].max_logit.tolist(), rel=1e-4)
         assert max(layer.max_logit) <= (layer.bound or torch.inf) * (1 + 1e-5)
     patch_model(model, "soft_cap")
-    assert {name: layer.bound for name, layer in found.layers.items()} == logit_bounds(model)
-    gains = {name: (layer.gain_q, layer.gain_k) for name, layer in found.layers.items()}
-    assert gains == largest_gains(model)
-    assert all((None in pair) == (found.layers[name].bound is None) for name, pair in gains.items())
+    for name, limits in norm_limits(model).items():
+        assert limits == {key: getattr(found.layers[name], key) for key in ("gain_q", "gain_k", "bound")}
+        assert (None in (limits["gain_q"], limits["gain_k"])) == (limits["bound"] is None)
 
 
 @pytest.mark.parametrize("model_type", slow_but(FEW, BOUNDED))
@@ -131,65 +127,19 @@ def test_the_largest_gain_is_that_of_the_stored_weights(model_type):
     if not any([*norm.parameters()] for layer in patched_layers(model).values() for norm in own_norms(layer)):
         pytest.skip("its norms have no gains")
     largest = 2.0 if model_type in PLUS_ONE else 3.0
-    for gains in largest_gains(model).values():
-        assert gains == pytest.approx((largest, largest))
+    for limits in norm_limits(model).values():
+        assert (limits["gain_q"], limits["gain_k"]) == pytest.approx((largest, largest))
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "olmo2", "stablelm", "llama"])
 def test_offloaded_norms_have_the_same_bound(model_type):
     model, offloaded = (born(model_type) if model_type != "llama" else sharp_model("llama") for _ in range(2))
     scheme = "qk_norm" if model_type == "llama" else "none"
-    bounds = logit_bounds(patch_model(model, scheme))
+    limits = norm_limits(patch_model(model, scheme))
     cpu_offload(patch_model(offloaded, scheme), execution_device="cpu")
     assert {p.device.type for p in offloaded.parameters()} == {"meta"}
-    assert logit_bounds(offloaded) == pytest.approx(bounds)
-    for name, gains in largest_gains(model).items():
-        assert largest_gains(offloaded)[name] == pytest.approx(gains)
+    assert all(found == pytest.approx(limits[name]) for name, found in norm_limits(offloaded).items())
     assert {p.device.type for p in offloaded.parameters()} == {"meta"}
-
-
-def fused(out: torch.Tensor) -> list[torch.Tensor]:
-    """The queries and keys in what Persimmon's projection computes, head by head."""
-    return [*out.unflatten(-1, (4, 3, 16)).unbind(-2)[:2]]
-
-
-def gated(out: torch.Tensor) -> list[torch.Tensor]:
-    """The queries in what Qwen3-Next's projection computes; the other half are gates."""
-    return [out.unflatten(-1, (4, 2, 16))[..., 0, :]]
-
-
-@pytest.mark.parametrize(
-    ("model_type", "projection", "parts"),
-    [("persimmon", "query_key_value", fused), ("qwen3_next", "q_proj", gated)],
-)
-def test_queries_behind_a_projection_of_more_have_their_rms(model_type, projection, parts):
-    model, batch, outputs = patch_model(born(model_type), "none"), make_batch("left"), {}
-    for name, layer in patched_layers(model).items():
-
-        def look(_: nn.Module, __: tuple, out: torch.Tensor, name: str = name) -> None:
-            outputs[name] = out.detach()
-
-        layer.get_submodule(projection).register_forward_hook(look)
-    monitor = LogitMonitor(every=1)
-    with monitor.watch(model, 1):
-        model(**batch)
-    for name, out in outputs.items():
-        layer = monitor.last.layers[name]
-        for found, x in zip((layer.rms_q, layer.rms_k), parts(out), strict=False):
-            expected = x[real(batch)].square().mean((0, 2)).sqrt()
-            torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
-    assert 0 < monitor.last.scalars()["attention/max_rms_qkv"] < math.inf
-
-
-@pytest.mark.parametrize("model_type", ["gemma3n_text", "gemma4_text"])
-def test_a_layer_without_keys_of_its_own_has_no_rms_of_keys(model_type):
-    monitor = LogitMonitor(every=1)
-    with monitor.watch(model := born(model_type), 1):
-        model(input_ids=TOKENS)
-    layers = [*monitor.last.layers.values()]
-    assert [layer.rms_k is None for layer in layers] == [False, False, True, True]
-    assert LogitSample.from_line(monitor.last.line().encode()).layers.keys() == monitor.last.layers.keys()
-    assert monitor.last.scalars()["attention/max_rms_qkv"] == max(layer.rms_qkv for layer in layers) < math.inf
 
 
 def test_a_model_whose_attention_another_tool_has_replaced_is_not_watched():

@@ -72,8 +72,8 @@ def outcome(call: Callable[[], Any]) -> Any:
     return None
 
 
-SIDE = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,), (0.1, 0.2), (0.3,))
-LAYER = LayerReport(SIDE, SIDE, (1.0, 2.0), None, 150.0)
+SIDE = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), gain_q=2.0, bound=150.0)
+LAYER = LayerReport(SIDE, SIDE)
 REPORT = Calibration(
     "moments",
     10,

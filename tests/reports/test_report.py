@@ -16,11 +16,10 @@ from qknorm_tests.hostile import changed
 
 def example(layers: int = 2) -> Calibration:
     """A report with distinct numbers."""
-    before = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), (1.0, 3.0), (2.0,))
-    after = LayerStatistics((8.0, 7.0), (2.5, 2.0), (0.0, 0.0), (0.0, 0.0), (1.0, 3.0), (2.0,))
+    before = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04))
+    after = LayerStatistics((8.0, 7.0), (2.5, 2.0), (0.0, 0.0), (0.0, 0.0), gain_q=1.5)
     reports = {
-        f"layers.{i}": LayerReport(before, dataclasses.replace(after, max_logit=(8.0 + i, 7.0)), (1.0, 2.0), None)
-        for i in range(layers)
+        f"layers.{i}": LayerReport(before, dataclasses.replace(after, max_logit=(8.0 + i, 7.0))) for i in range(layers)
     }
     predictions = Prediction(1.415), Prediction(1.905, 0.5, 0.6), Prediction(1.531, 0.1097, 0.9)
     return Calibration("moments", 199_936, SCHEMES["soft_cap"], 50.0, *predictions, reports)
@@ -29,41 +28,23 @@ def example(layers: int = 2) -> Calibration:
 def test_the_text_and_the_properties():
     report = example()
     assert str(report) == (
-        "moments: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens "
-        "(76.3% of the jump removed); KL 0.1097"
+        "moments: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens; KL 0.1097"
     )
-    assert (report.base_loss, report.fresh_loss, report.loss, report.kl) == (1.415, 1.905, 1.531, 0.1097)
-    assert report.kept == pytest.approx((1.905 - 1.531) / (1.905 - 1.415))
+    assert (report.loss, report.kl) == (1.531, 0.1097)
     assert report.base.perplexity == pytest.approx(math.exp(1.415))
-    no_jump = dataclasses.replace(report, ones=Prediction(1.4))
-    assert no_jump.kept is None
-    assert "jump" not in str(no_jump)
     assert Prediction(1e4).perplexity > 1e300
-
-
-def test_the_table_has_predictions_and_the_worst_layers():
-    table = example(layers=15).table()
-    lines = [line.split() for line in table.splitlines()]
-    assert ["moments", "1.531", "4.62", "0.1097", "90.0%"] in lines
-    cells = "60.0 → 22.0 - 0.50 → 2.00 20.00% → 0.00% 2, 2 1.5, -"
-    assert lines.index(["layers.14", *cells.split()]) < next(i for i, x in enumerate(lines) if x[:1] == ["layers.13"])
-    assert "layers.2 " not in table
-    assert "… and 3 calmer layers" in table
-    assert max(map(len, table.splitlines())) <= 120
 
 
 def with_a_knee(layers: int = 2) -> Calibration:
     """A report of a calibration with a knee."""
     report = example(layers)
-    shares = {"beyond_q": (0.125, 0.375), "beyond_k": (0.5,)}
     return dataclasses.replace(
         report,
-        method="moments",
         scheme=SCHEMES["qk_norm_cap"],
         knee=4.0,
         knees={0.0: Prediction(1.7, 0.2, 0.8), 4.0: Prediction(1.531, 0.004, 0.97)},
         layers={
-            name: dataclasses.replace(layer, bound=150.0 + i, after=dataclasses.replace(layer.after, **shares))
+            name: dataclasses.replace(layer, after=dataclasses.replace(layer.after, bound=150.0 + i))
             for i, (name, layer) in enumerate(report.layers.items())
         },
     )
@@ -75,25 +56,23 @@ def test_text_and_table_have_the_knee_and_its_bound():
     assert str(report).endswith("; KL 0.1097; |logit| ≤ 164.0 for any input, up to rounding")
     lines = [line.split() for line in report.table().splitlines()]
     assert ["moments,", "knee", "4", "1.531", "4.62", "0.1097", "90.0%"] in lines
-    assert "loss, KL by knee: 0: 1.700, 0.2000, 4: 1.531, 0.0040" in report.table()
-    cells = "60.0 → 22.0 164.0 0.50 → 2.00 20.00% → 0.00% 2, 2 25.00%, 50.00% 1.5, -"
-    assert ["layers.14", *cells.split()] in lines
-    assert "beyond: the share of vectors beyond the knee" in report.table()
+    assert ["knee", "0", "1.700", "5.47", "0.2000", "80.0%"] in lines
+    cells = "calm 60.0 → 22.0 0.50 → 2.00 20.00% → 0.00% 164.0 1.5, -"
+    assert lines.index(["layers.14", *cells.split()]) < next(i for i, x in enumerate(lines) if x[:1] == ["layers.13"])
+    assert "layers.2 " not in report.table()
+    assert "… and 3 calmer layers" in report.table()
+    without = [line.split() for line in example(layers=15).table().splitlines()]
+    assert ["layers.14", *cells.replace("164.0", "-").split()] in without
     wide = dataclasses.replace(
         report, layers={f"model.layers.{i}.self_attn": x for i, x in enumerate(report.layers.values())}
     )
     assert max(map(len, wide.table().splitlines())) <= 120
 
 
-def test_json_round_trip_of_a_knee():
-    report = with_a_knee()
-    data = json.loads(json.dumps(report.to_dict()))
-    assert data["knees"]["4.0"] == {"loss": 1.531, "kl": 0.004, "agreement": 0.97}
-    assert data["layers"]["layers.1"]["bound"] == 151
-    again = Calibration.from_dict(data)
-    assert again == report
-    assert again.layers["layers.0"].after.beyond_q == (0.125, 0.375)
-    assert again.layers["layers.0"].after.beyond_k == (0.5,)
+def test_json_round_trip():
+    for report in (example(), with_a_knee()):
+        assert Calibration.from_dict(json.loads(json.dumps(report.to_dict()))) == report
+    assert with_a_knee().to_dict()["knees"]["4.0"] == {"loss": 1.531, "kl": 0.004, "agreement": 0.97}
 
 
 @pytest.mark.parametrize(
@@ -112,12 +91,10 @@ def test_json_round_trip_of_a_knee():
         ("cap", float("nan"), "report: cap: Input should be "),
         ("cap", 0, "report: cap: Input should be greater than 0, got 0"),
         ("base", 3.0, "report: base.*, got 3.0"),
-        ("base", None, "report: base is null, expected numbers with the method 'moments'"),
-        ("method", "measured", "report: base is not null, expected null with the method 'measured'"),
-        ("layers/layers.1/before", None, "report: layers.layers.1.before is null, expected numbers"),
-        ("layers/a | b", {}, r"report: layers.'a \| b'"),
-        ("layers/layers.0/gain_q", 1.0, "report: layers.layers.0.gain_q: .*, got 1.0"),
-        ("layers/layers.1/before/rms_k", [True], "layers.layers.1.before.rms_k.0: Input should be a valid number"),
+        ("layers/layers.1/before", None, "report: layers.layers.1.before: Input should be .*, got None"),
+        ("layers/a | b", {}, r"report: 'layers.a \| b"),
+        ("layers/layers.0/gain_q", 1.0, "report: layers.layers.0.gain_q: Unexpected keyword argument, got 1.0"),
+        ("layers/layers.1/before/entropy", [True], "layers.layers.1.before.entropy.0: Input should be a valid number"),
         ("layers/layers.1/before/median", [1.0], "layers.layers.1.before.median: Unexpected keyword argument"),
         ("knees", {"x": {"loss": 1.0}}, "report: knees.x"),
         ("knees", {"4.0": {}}, "report: knees.4.0.loss: Field required"),
@@ -137,7 +114,6 @@ def test_reports_with_numbers_that_are_not_finite_are_read():
     diverged = dataclasses.replace(example(), ones=Prediction(math.inf), chosen=Prediction(math.nan, math.inf, 0.0))
     again = Calibration.from_dict(json.loads(json.dumps(diverged.to_dict())))
     assert math.isnan(again.loss)
-    assert again.kept is None
     assert "nan" in again.table()
 
 
@@ -148,7 +124,6 @@ def test_errors_name_the_file(tmp_path):
     for text, message in {
         "{": "report.json: Invalid JSON",
         "[]": r"report.json: Input should be .*, got \[\]",
-        "[" * 100_000: "report.json: Invalid JSON: recursion limit exceeded",
         '{"a":' * 150 + "1" + "}" * 150: "report.json: method: Field required; .*; and 6 more",
     }.items():
         file.write_text(text)

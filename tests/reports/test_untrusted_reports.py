@@ -63,14 +63,10 @@ def test_each_part_of_a_report(step, model, report, tmp_path, caplog):
 
 
 NAMED = {
-    "speed": 1,
-    "base_model": "\u202egpt2",
-    "dataset": "a/<b>",
-    "method": "| moments |",
     "ones/loss": math.inf,
     "chosen/kl": math.nan,
     "layers/layers.0/after/entropy": [1.0, math.nan],
-    "layers/layers.0/bound": -math.inf,
+    "layers/layers.0/after/bound": -math.inf,
     "layers/layers.0/speed": 1,
     "layers": dict.fromkeys(map(str, range(10_001)), {}),
 }

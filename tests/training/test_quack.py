@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_qknorm import QuacK
-from qknorm_tests.head_rows import ROWS, attention_layers, input_norms, input_size_by_hand, outputs_first, size_by_hand
+from qknorm_tests.head_rows import ROWS, attention_layers, outputs_first, size_by_hand
 from qknorm_tests.optimised import OPTIMISERS, assert_same, made, train
 from qknorm_tests.tables import sharp_model
 from qknorm_tests.tiny import tiny_model
@@ -19,7 +19,7 @@ Norms = dict[str, list[float]]
 
 
 def by_hand(sizes: Norms) -> Norms:
-    """The rates of biases, computed head by head; the weights' are these over the size of their inputs."""
+    """The rates, computed head by head."""
     if "q" in sizes:
         group = len(sizes["q"]) // len(sizes["k"])
         return {
@@ -44,34 +44,29 @@ class ByHand:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module, model_type: str, tau: float) -> None:
         self.optimizer, self.model_type, self.rows, self.tau = optimizer, model_type, ROWS[model_type], tau
-        self.layers = list(zip(attention_layers(model, model_type), input_norms(model, model_type), strict=True))
-        self.first = [self.rates(*layer) for layer in self.layers]
+        self.layers = attention_layers(model, model_type)
+        self.first = [self.rates(layer) for layer in self.layers]
         self.scales: list[float] = []
 
-    def rates(self, layer: Any, norms: dict[str, Any]) -> dict[str, tuple[list[float], list[float]]]:
-        """By part, the rates of the weights and those of the biases, one per head."""
-        sizes = {
-            part: [size_by_hand(layer, part, rows, self.model_type, norms[part]) for rows in heads]
-            for part, (_, heads) in self.rows.items()
-        }
-        return {
-            part: ([rate / input_size_by_hand(norms[part]) for rate in rates], rates)
-            for part, rates in by_hand(sizes).items()
-        }
+    def rates(self, layer: Any) -> Norms:
+        """By part, a rate per head."""
+        return by_hand(
+            {
+                part: [size_by_hand(layer, part, rows, self.model_type) for rows in heads]
+                for part, (_, heads) in self.rows.items()
+            }
+        )
 
     def step(self) -> None:
-        now = [self.rates(*layer) for layer in self.layers]
-        old = [
-            [[p.clone() for p in outputs_first(x, where)] for where, _ in self.rows.values()] for x, _ in self.layers
-        ]
+        now = [self.rates(layer) for layer in self.layers]
+        old = [[[p.clone() for p in outputs_first(x, where)] for where, _ in self.rows.values()] for x in self.layers]
         self.optimizer.step()
-        for (layer, _), rates, first, before in zip(self.layers, now, self.first, old, strict=True):
+        for layer, rates, first, before in zip(self.layers, now, self.first, old, strict=True):
             for (part, (where, heads)), was in zip(self.rows.items(), before, strict=True):
                 for head, rows in enumerate(heads):
-                    kinds = zip(rates[part], first[part], outputs_first(layer, where), was, strict=False)
-                    for rate, start_rate, p, start in kinds:  # the weight, and the bias if there is one
-                        scale = self.tau * rate[head] / start_rate[head]
-                        self.scales.append(scale)
+                    scale = self.tau * rates[part][head] / first[part][head]
+                    self.scales.append(scale)
+                    for p, start in zip(outputs_first(layer, where), was, strict=True):  # a weight, and maybe a bias
                         p[rows] = (start[rows] + scale * (p[rows].double() - start[rows].double())).to(p.dtype)
 
     def zero_grad(self) -> None:

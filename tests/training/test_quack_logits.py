@@ -1,4 +1,4 @@
-"""QuacK's guarantee: the mean |change| of a logit in a step does not depend on the size of weights, biases, gains."""
+"""QuacK's guarantee: the mean |change| of a logit in a step does not depend on the size of weights and biases."""
 
 from __future__ import annotations
 
@@ -73,15 +73,9 @@ def moved(model: Any, model_type: str, parts: tuple[str, ...], kind: int) -> lis
 
 @torch.no_grad()
 def grow(model: Any, model_type: str, what: str, parts: tuple[str, ...], factor: float) -> None:
-    """Make the weights or the biases of parts, or the gain or bias of the norm before them, `factor` times larger."""
-    norms = input_norms(model, model_type)[0]
-    if what in ("weights", "biases"):
-        for p, rows in moved(model, model_type, parts, what == "biases"):
-            p[rows] *= factor
-    for norm in {norms[part] for part in parts} if what.startswith("norm") else ():
-        p = norm.weight if what == "norm's gain" else norm.bias
-        one = float(FAMILIES[model_type].gain_plus_one and what == "norm's gain")
-        p.copy_((p + one) * factor - one)
+    """Make the weights or the biases of parts `factor` times larger."""
+    for p, rows in moved(model, model_type, parts, what == "biases"):
+        p[rows] *= factor
 
 
 def tried(model_type: str) -> PreTrainedModel:
@@ -106,9 +100,9 @@ KEYS = {"deepseek_v3": ("uk", "kr")}
 CASES = [
     (model_type, what, side)
     for model_type in ("deepseek_v3", "gemma", "gpt2", "gpt_neox", "qwen2")
-    for what in ("weights", "biases", "norm's gain", "norm's bias")
+    for what in ("weights", "biases")
     for side in ("q", "k")
-    if what in ("weights", "norm's gain") or (model_type in BIASED and (what == "biases" or model_type != "qwen2"))
+    if what == "weights" or model_type in BIASED
 ]
 
 
