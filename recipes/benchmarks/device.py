@@ -30,10 +30,9 @@ import torch
 from page import ROOT, opening, provenance, publish, table
 
 HERE = Path(__file__).parent
-KERNELS = (
-    "tests/ops/triton", "tests/model/test_kernels_in_models.py", "tests/recipes/benchmarks/test_bench_model.py",
-)  # fmt: skip
-SANITIZED = "tests/ops/triton/test_gluon.py::test_normed_heads_of_any_size[50.0-usual]"
+KERNELS = ("tests/ops/triton", "tests/ops/test_attention.py", "tests/ops/test_norm_rope.py",
+           "tests/model/test_kernels_in_models.py", "tests/recipes/benchmarks/test_bench_model.py")  # fmt: skip
+SANITIZED = "tests/ops/triton/test_gluon.py::test_normed_heads_of_any_size[50.0-within]"
 LEAST, GRACE = 10.0, 5.0  # seconds in which no stage is worth starting, and those for an interrupted one to end
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2ForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, Gemma2ForCausalLM
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.attend.functions import CAP_BACKENDS, REGISTERED
@@ -29,61 +31,61 @@ MODELS = covering(MODEL_TYPES, CAPPED, fits=lambda t, name: applies(t, CAPPED[na
 TOLERANCE = 1e-5
 
 
-def capped_model(model_type: str, scheme: str = "norm and cap") -> PreTrainedModel:
-    return randomise(patch_model(sharp_model(model_type), CAPPED[scheme]))
+@contextmanager
+def refusal(model_type: str, why: str = "can't cap attention logits") -> Iterator[None]:
+    """A ValueError with this text, and the backends that can cap.
 
-
-def assert_lists_backends(message: str, model_type: str) -> None:
-    """A model with norms of its own runs its own forward, which passes no cap to other libraries' functions."""
-    assert "softcap=2" in message
-    for name in REGISTERED if FAMILIES[model_type].own_norms else CAP_BACKENDS:
-        assert name in message
+    A model with norms of its own runs its own forward, which passes no cap to other libraries' functions.
+    """
+    with pytest.raises(ValueError, match=re.escape(why)) as refused:
+        yield
+    for name in ("softcap=2", *(REGISTERED if FAMILIES[model_type].own_norms else CAP_BACKENDS)):
+        assert name in str(refused.value)
 
 
 @pytest.mark.parametrize(("model_type", "scheme"), MODELS)
 def test_sdpa_with_a_cap_is_refused_at_once(model_type, scheme):
     model = sharp_model(model_type)
-    with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
+    with refusal(model_type):
         patch_model(model, CAPPED[scheme], attn_implementation="sdpa")
-    assert_lists_backends(str(refusal.value), model_type)
     assert not isinstance(model, QKNormModel)
-
     patch_model(model, CAPPED[scheme])
-    with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
+    with refusal(model_type):
         model.set_attn_implementation("sdpa")
-    assert_lists_backends(str(refusal.value), model_type)
     assert model.config._attn_implementation == "hf_qknorm"
-
     model.config._attn_implementation = "sdpa"
-    with pytest.raises(ValueError, match="can't cap attention logits") as refusal:
+    with refusal(model_type):
         model(**make_batch("plain"))
-    assert_lists_backends(str(refusal.value), model_type)
 
 
 @pytest.mark.parametrize(("model_type", "scheme"), [("llama", "norm and cap"), ("qwen3", "cap")])
-def test_loading_with_a_backend_that_cannot_cap_is_refused(model_type, scheme, tmp_path):
-    capped_model(model_type, scheme).save_pretrained(tmp_path)
+def test_loading_with_a_backend(model_type, scheme, tmp_path):
+    """A model's own eager function has no cap."""
+    randomise(patch_model(sharp_model(model_type), CAPPED[scheme])).save_pretrained(tmp_path)
     for name, why in (("sdpa", "can't cap attention logits"), ("no_such_backend", "is unknown")):
-        with pytest.raises(ValueError, match=why) as refusal:
+        with refusal(model_type, why):
             AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
-        assert_lists_backends(str(refusal.value), model_type)
-    for name in (None, "eager"):
+    for name, used in ((None, "hf_qknorm"), ("eager", "hf_qknorm_eager" if model_type == "qwen3" else "eager")):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
-        own = "hf_qknorm_eager" if model_type == "qwen3" else "eager"  # a model's own eager function has no cap
-        assert loaded.config._attn_implementation == (own if name else "hf_qknorm")
+        assert loaded.config._attn_implementation == used
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("hf_qknrom", "is unknown: did you mean 'hf_qknorm'?"), ("foo", "'foo' is unknown."), ("a/kernel", "can't cap")],
+)
+def test_a_backend_that_is_not_known(name, why):
+    with refusal("llama", why):
+        patch_model(sharp_model("llama"), CAPPED["cap"], attn_implementation=name)
 
 
 @pytest.mark.parametrize(("model_type", "preset"), PAIRS)
 def test_the_backend_follows_from_the_cap(model_type, preset):
     """A scheme with a cap sets its backend, one without keeps the model's, and an explicit backend has precedence."""
-    scheme = SCHEMES[preset]
-    own = sharp_model(model_type).config._attn_implementation
-    model = patch_model(sharp_model(model_type), scheme)
-    assert model.config._attn_implementation == ("hf_qknorm" if scheme.softcap else own)
-    model = patch_model(sharp_model(model_type), scheme, attn_implementation="eager")
-    assert model.config._attn_implementation == "eager"
-    model = patch_model(sharp_model(model_type), scheme, attn_implementation="hf_qknorm_tiled")
-    assert model.config._attn_implementation == "hf_qknorm_tiled"
+    scheme, own = SCHEMES[preset], sharp_model(model_type).config._attn_implementation
+    for asked in (None, "eager", "hf_qknorm_tiled"):
+        model = patch_model(sharp_model(model_type), scheme, attn_implementation=asked)
+        assert model.config._attn_implementation == (asked or ("hf_qknorm" if scheme.softcap else own))
 
 
 @pytest.mark.parametrize(
@@ -109,18 +111,14 @@ def test_output_attentions(model_type, scheme, backend):
         assert (weights[0, :, 6:, :6] == 0).all(), "padding gets no weight"
 
 
-@pytest.mark.parametrize(("model_type", "backend"), [("gpt2", "hf_qknorm_tiled"), ("llama", "hf_qknorm_triton")])
-def test_output_attentions_of_a_backend_without_weights_is_refused_with_advice(model_type, backend):
-    model = capped_model(model_type, "cap")
-    model.set_attn_implementation(backend)
-    with pytest.raises(
-        ValueError, match=rf"{backend}.*output_attentions.*set_attn_implementation\(.hf_qknorm_eager.\)"
-    ):
-        model(**make_batch("plain"), output_attentions=True)
-
-
-def test_a_config_that_asks_for_weights_leaves_a_models_own_forward_no_cap():
-    model = sharp_model("qwen3")
+def test_output_attentions_where_there_are_no_weights_are_refused_with_advice():
+    model = patch_model(sharp_model("gpt2"), CAPPED["cap"])
+    for backend in ("hf_qknorm_tiled", "hf_qknorm_triton"):
+        model.set_attn_implementation(backend)
+        advice = rf"{backend}.*output_attentions.*set_attn_implementation\(.hf_qknorm_eager.\)"
+        with pytest.raises(ValueError, match=advice):
+            model(**make_batch("plain"), output_attentions=True)
+    model = sharp_model("qwen3")  # its own forward
     model.set_attn_implementation("eager")
     model.config.output_attentions = True
     with pytest.raises(ValueError, match="output_attentions=True needs .* no cap: set it to False"):
@@ -142,16 +140,6 @@ def test_weights_that_the_config_asks_for(model_type, tmp_path):
         assert patched.config._attn_implementation == "eager"
         for weights, others in zip(patched(**batch).attentions, expected, strict=True):
             assert_near(weights, others, TOLERANCE)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("hf_qknrom", "is unknown: did you mean 'hf_qknorm'?"), ("foo", "'foo' is unknown."), ("a/kernel", "can't cap")],
-)
-def test_a_backend_that_is_not_known(name, said):
-    with pytest.raises(ValueError, match=re.escape(said)) as refusal:
-        patch_model(sharp_model("llama"), CAPPED["cap"], attn_implementation=name)
-    assert_lists_backends(str(refusal.value), "llama")
 
 
 @pytest.mark.skipif(Gemma2ForCausalLM._supports_sdpa, reason="older transformers drop Gemma 2's cap under sdpa")

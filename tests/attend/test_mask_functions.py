@@ -13,7 +13,7 @@ from hf_qknorm import Scheme
 from hf_qknorm.attend import mask_functions
 from hf_qknorm.attend.calls import is_ranges
 from hf_qknorm.patch import patched_config
-from qknorm_tests.mask_cases import PADDING, config, create, transformers_own
+from qknorm_tests.mask_cases import config, create, padded, transformers_own
 from qknorm_tests.tables import dense
 
 
@@ -54,10 +54,8 @@ def as_transformers(function: Any, name: str) -> Any:
 def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, kind, padding, monkeypatch, caplog):
     function = as_transformers(changed, name)
     monkeypatch.setattr(masking_utils, name, function)
-    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
-    settings = patched_config(
-        config(kind), Scheme(softcap=2.0)
-    )  # a window that layers pass is checked by its function, too
+    given = padded(padding)
+    settings = patched_config(config(kind), Scheme(softcap=2.0))  # a window that layers pass is checked, too
     expected = transformers_own(kind, settings, 9, given)
     mask_functions._is_as_expected.cache_clear()
     for _ in range(2):

@@ -19,13 +19,13 @@ from hf_qknorm.ops.types import Heads
 from qknorm_tests.covering import covering
 from qknorm_tests.mask_cases import (
     CREATE,
-    HOLES,
     PADDING,
     POSITIONS,
     assert_ranges,
     config,
     create,
     even,
+    padded,
     transformers_own,
     visible_keys,
 )
@@ -34,12 +34,14 @@ from qknorm_tests.tables import BATCHES, LENGTH, dense, make_batch, sharp_model
 
 
 @pytest.mark.parametrize(("kind", "padding", "window"), covering(CREATE, PADDING, [1, 4, 9, 20]))
-def test_padded_batches_are_ranges(kind, padding, window):
-    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
+def test_padded_batches_are_ranges_where_they_have_no_holes(kind, padding, window):
+    given = padded(padding)
     expected = transformers_own(kind, config(kind, window), 9, given)
     mask = create(kind, config(kind, window), 9, given)
     if mask is None:
         assert padding in ("none", "full")
+    elif padding == "holes":
+        assert mask.dtype == torch.bool
     else:
         assert_ranges(mask, 2, 9, 9)
     causal = "bidirectional" not in kind
@@ -82,14 +84,6 @@ def test_steps_into_a_cache_are_ranges(steps, kind, padded, static):
         assert cache.update(k, k, 0)[0].shape[2] == expected.shape[3]
 
 
-@pytest.mark.parametrize("kind", CREATE)
-def test_holes_are_a_mask(kind):
-    expected = transformers_own(kind, config(kind), 9, HOLES)
-    mask = create(kind, config(kind), 9, HOLES)
-    assert mask.dtype == torch.bool
-    assert torch.equal(mask, expected)
-
-
 def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
     """The tokens of an image, which all see each other."""
     return key < 4
@@ -121,7 +115,7 @@ OWN = [
 def test_functions_of_the_users_own_are_ranges_where_they_can_be(own, padding, chunk, monkeypatch):
     function, contiguous = own
     monkeypatch.setattr("hf_qknorm.attend.masks.CHUNK", chunk)
-    given = torch.tensor(PADDING[padding]) if PADDING[padding] else None
+    given = padded(padding)
     expected = transformers_own("causal", config("causal"), 9, given, **function)
     mask = create("causal", config("causal"), 9, given, **function)
     assert is_ranges(mask) == contiguous
@@ -161,12 +155,11 @@ def test_a_mask_without_a_closed_form_is_read_in_chunks(function):
     assert largest.elements <= CHUNK < 4096**2
 
 
-@pytest.mark.parametrize("name", ["hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager"])
-def test_keys_may_be_fewer_than_those_of_the_mask(name):
+def test_keys_may_be_fewer_than_those_of_the_mask():
     q, k, v = torch.randn(3, 1, 1, 5, 16, generator=torch.Generator().manual_seed(0))
-    masks = (torch.tensor([0, 3, 2, stop], dtype=torch.int32).view(1, 1, 2, 2) for stop in (5, 8))
-    outs = [REGISTERED[name](nn.Module(), q[:, :, :2], k, v, mask)[0] for mask in masks]
-    assert torch.equal(*outs)
+    masks = [torch.tensor([0, 3, 2, stop], dtype=torch.int32).view(1, 1, 2, 2) for stop in (5, 8)]
+    for name in ("hf_qknorm", "hf_qknorm_tiled", "hf_qknorm_eager"):
+        assert torch.equal(*(REGISTERED[name](nn.Module(), q[:, :, :2], k, v, mask)[0] for mask in masks))
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable:FutureWarning")

@@ -20,7 +20,7 @@ from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.types import Heads
 from qknorm_tests.covering import covering
-from qknorm_tests.mask_cases import HOLES, PADDING, assert_ranges, config, create, even, transformers_own
+from qknorm_tests.mask_cases import PADDING, assert_ranges, config, create, even, padded, transformers_own
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tables import assert_near, sharp_model
 
@@ -40,7 +40,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return reference.attend(*make_call(module, Heads(q, k, v), mask)).out
 
 
-GIVEN = [name for name, rows in PADDING.items() if rows]
+GIVEN = [name for name, rows in PADDING.items() if rows and name != "holes"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ GIVEN = [name for name, rows in PADDING.items() if rows]
 )
 def test_a_trace_gets_ranges(kind, given, queries):
     """Each query sees the same keys as without a trace."""
-    settings, padding = config(kind), torch.tensor(PADDING[given])
+    settings, padding = config(kind), padded(given)
     mask = torch.compile(create, fullgraph=True, backend="aot_eager")(kind, settings, 9, padding)
     assert_ranges(mask, 2, 9, 9)
     q, k, v = make_qkv(2, 4, 2, 9, 9, 8)
@@ -58,11 +58,17 @@ def test_a_trace_gets_ranges(kind, given, queries):
     assert_near(attend(q, k, v, mask), attend(q, k, v, expected), 1e-6)
 
 
-@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
-def test_padding_between_the_tokens_of_a_row_is_refused_by_a_trace(kind):
-    """Outside of a trace it is a boolean mask."""
-    with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
-        torch.compile(create, fullgraph=True, backend="aot_eager")(kind, config(kind), 9, HOLES)
+def test_gaps_that_a_trace_did_not_expect_are_refused():
+    """Padding between the tokens of a row, or a conjunction; outside of a trace they are a boolean mask."""
+
+    def with_gaps() -> Tensor | None:
+        function = masking_utils.and_masks(masking_utils.causal_mask_function, even)
+        return structured_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False)
+
+    settings = config("causal")
+    for build in (with_gaps, lambda: create("causal", settings, 9, padded("holes"))):
+        with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
+            torch.compile(build, fullgraph=True, backend="aot_eager")()
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
@@ -85,16 +91,6 @@ def test_a_trace_keeps_the_mask_of_a_users_own_function():
     compiled = torch.compile(create, fullgraph=True, backend="aot_eager")
     expected = transformers_own("causal", config("causal"), 9, and_mask_function=even)
     assert torch.equal(compiled("causal", config("causal"), 9, and_mask_function=even), expected)
-
-
-def test_a_gap_that_a_trace_did_not_expect_is_refused():
-    function = masking_utils.and_masks(masking_utils.causal_mask_function, even)
-
-    def build() -> Tensor | None:
-        return structured_mask(1, 9, 9, mask_function=function, allow_is_causal_skip=False)
-
-    with pytest.raises(RuntimeError, match=r"keys without a gap.*boolean attention_mask \[B, 1, T, S\]"):
-        torch.compile(build, fullgraph=True, backend="aot_eager")()
 
 
 @torch.no_grad()

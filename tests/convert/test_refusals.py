@@ -7,16 +7,15 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForImageTextToText, BartForConditionalGeneration, BertForMaskedLM
 
-from hf_qknorm import SCHEMES, calibrate, convert_checkpoint, patch_model
+from hf_qknorm import SCHEMES, Scheme, calibrate, convert_checkpoint, patch_model
 from hf_qknorm.convert import convert
 from qknorm_tests.folders import configure, contents, edit, loaded, save, save_with_tokenizer
-from qknorm_tests.tables import trained_like
+from qknorm_tests.tables import sharp_model, trained_like
 from qknorm_tests.tiny import tiny_config, tiny_model
 from qknorm_tests.tiny_towers import tiny_towers
 
@@ -157,18 +156,21 @@ def test_weights_that_are_not_finite_are_refused(name, max_memory, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
-def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch):
-    """A calibration of a model that overflows gives NaN."""
-    calibrate = convert.calibrate
-
-    def broken(model: Any, *rest: Any, **options: Any) -> Any:
-        report = calibrate(model, *rest, **options)
-        model.model.layers[0].self_attn.q_norm.weight.data.mul_(torch.nan)
-        return report
-
-    monkeypatch.setattr(convert, "calibrate", broken)
-    with pytest.raises(ValueError, match=r"gains of model.layers.0.self_attn.q_norm would be NaN or infinite in torch"):
-        convert_checkpoint(llama, tmp_path / "out", data=[TEXT], method="ones")
+@pytest.mark.parametrize("sign", [1, -1])
+def test_gains_that_float16_cannot_hold_are_not_written(sign, tmp_path):
+    """Keys near a constant have a bias far larger than themselves."""
+    model = sharp_model("qwen2", vocab_size=300, num_hidden_layers=1)
+    with torch.no_grad():
+        attention = model.model.layers[0].self_attn
+        attention.k_proj.bias.fill_(sign * 6e4)
+        attention.k_proj.weight.mul_(100)
+        attention.q_proj.weight.mul_(1e-4)
+    save_with_tokenizer(model.half(), tmp_path / "source")
+    scheme = Scheme(q="rms", k="rms", bias=True)
+    with pytest.raises(
+        ValueError, match="gains of model.layers.0.self_attn.k_norm would be NaN or infinite in torch.fl"
+    ):
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", scheme, data=[TEXT], method="moments", knee=4.0)
     assert os.listdir(tmp_path) == ["source"]
 
 

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
-from hf_qknorm.ops import library, reference
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.types import Call, Heads, Norm, Options, Rotary, Visible
 from qknorm_tests import interpreter
+from qknorm_tests.attention_cases import TRITON, Problem
 from qknorm_tests.error_budget import assert_within_budget
 from qknorm_tests.norm_cases import knee_at
-from qknorm_tests.operator_calls import call
 
 interpreter.install()
 NATIVE = torch.cuda.is_available()
@@ -54,33 +53,6 @@ def normal(*shape: int, dtype: torch.dtype, seed: int, spread: float = 1.0) -> T
     return torch.randn(*shape, generator=generator, dtype=dtype, device=DEVICE).mul_(spread)
 
 
-def with_gradients(leaves: list[Tensor], grad: Tensor, attend: Any) -> list[Tensor]:
-    """The result of `attend`, and the gradients of the leaves."""
-    leaves = [x.detach().requires_grad_() for x in leaves]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
-
-
-def by_head(
-    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, ranges: Tensor | None, dtype: torch.dtype, **options: Any
-) -> list[Tensor]:
-    """Output and gradients of the oracle in `dtype`, a group of heads at a time: all logits would not fit."""
-    (batch, heads_kv), group, parts = k.shape[:2], q.shape[1] // k.shape[1], []
-    for b in range(batch):
-        for first in range(heads_kv):
-            own, lead = slice(first, first + 1), slice(group * first, group * (first + 1))
-            leaves = [x[b : b + 1, part].to(dtype) for x, part in ((q, lead), (k, own), (v, own))]
-            seen = None if ranges is None else ranges[b : b + 1]
-            attend = lambda *x, seen=seen: reference.attention(*x, ranges=seen, **options).out  # noqa: E731
-            parts.append(with_gradients(leaves, grad[b : b + 1, lead].to(dtype), attend))
-    return [torch.cat(x, 1).unflatten(1, (batch, -1))[0] for x in zip(*parts, strict=True)]
-
-
-def check(got: list[Tensor], exact: list[Tensor], eager: list[Tensor]) -> None:
-    for name, x, wanted, plain in zip(("out", "dq", "dk", "dv", "dq_gain", "dk_gain"), got, exact, eager, strict=False):
-        assert_within_budget(x, wanted, plain, name)
-
-
 def padded(batch: int, queries: int, filled: int) -> Tensor:
     """Causal ranges over a cache that is filled so far, after padding on the left that grows from row to row."""
     stop = torch.arange(filled - queries, filled, device=DEVICE) + 1
@@ -93,17 +65,11 @@ def padded(batch: int, queries: int, filled: int) -> Tensor:
     [(BRAIN, 50.0, True), (HALF, 50.0, False), (HALF, None, True), (FULL, 50.0, True)][: 4 if NATIVE else 1],
 )
 def test_a_few_queries_over_many_keys(dtype: torch.dtype, softcap: float | None, padding: bool) -> None:
-    heads, heads_kv = 8 if NATIVE else 2, 2 if NATIVE else 1
-    batch, keys, queries = 2, SCALE.keys, SCALE.queries
-    q = normal(batch, heads, queries, SCALE.head_dim, dtype=dtype, seed=0, spread=2.0)
-    k = normal(batch, heads_kv, keys, SCALE.head_dim, dtype=dtype, seed=1, spread=2.0)
-    v = normal(batch, heads_kv, keys, SCALE.head_dim, dtype=dtype, seed=2)
-    grad = normal(*q.shape, dtype=dtype, seed=3)
-    ranges = padded(batch, queries, keys) if padding else None
-    options = {"softcap": softcap, "causal": not padding}
-    got = with_gradients([q, k, v], grad, lambda *x: library.fused_attention(*call(*x, ranges=ranges, **options)))
-    exact, eager = (by_head(q, k, v, grad, ranges, x, **options) for x in (torch.float64, dtype))
-    check(got, exact, eager)
+    batch, heads, heads_kv = 2, 8 if NATIVE else 2, 2 if NATIVE else 1
+    q, grad = (normal(batch, heads, SCALE.queries, SCALE.head_dim, dtype=dtype, seed=n, spread=2.0) for n in (0, 3))
+    k, v = (normal(batch, heads_kv, SCALE.keys, SCALE.head_dim, dtype=dtype, seed=n, spread=3.0 - n) for n in (1, 2))
+    visible = Visible(padded(batch, SCALE.queries, SCALE.keys) if padding else None)
+    Problem(Heads(q, k, v), visible, Options(SCALE.head_dim**-0.5, softcap, not padding), grad).check(TRITON)
 
 
 CACHE = (SCALE.batch, SCALE.heads[1], SCALE.keys, SCALE.head_dim)
@@ -114,41 +80,12 @@ assert not NATIVE or math.prod(CACHE) > 2**31
 def test_a_step_over_a_large_cache(dtype: torch.dtype, softcap: float | None) -> None:
     q = normal(SCALE.batch, SCALE.heads[0], 1, SCALE.head_dim, dtype=dtype, seed=0, spread=3.0)
     k, v = normal(*CACHE, dtype=dtype, seed=1), normal(*CACHE, dtype=dtype, seed=2)
-    ranges = padded(SCALE.batch, 1, SCALE.keys - 5)
-    out = library.fused_attention(*call(q, k, v, ranges=ranges, softcap=softcap))
+    ranges, options = padded(SCALE.batch, 1, SCALE.keys - 5), Options(SCALE.head_dim**-0.5, softcap)
+    out = TRITON.attend(Call(Heads(q, k, v), Visible(ranges), options))
     for row in (slice(0, 1), slice(-1, None)):
-        part = (q[row], k[row], v[row], torch.zeros_like(q[row]), ranges[row])
-        exact, eager = (by_head(*part, x, softcap=softcap)[:1] for x in (torch.float64, dtype))
-        check([out[row]], exact, eager)
-
-
-def rotation(length: int, part: slice) -> Rotary:
-    """The angles of these positions of a text, `[1, n, D/2]`."""
-    frequency = 1e6 ** -torch.linspace(0, 1, SCALE.head_dim // 2, dtype=torch.float64, device=DEVICE)
-    angle = torch.arange(length, dtype=torch.float64, device=DEVICE)[part, None] * frequency
-    return Rotary(angle.cos().float()[None], angle.sin().float()[None])
-
-
-def prepared(x: Tensor, gain: Tensor, shape: Tensor | None, rotary: Rotary) -> Tensor:
-    """The oracle's norm and a plain rotation of x `[B, H, T, D]`, in its own precision."""
-    x = reference.head_norm(x, "rms", gain, knee=shape)
-    cos, sin = (part.to(x.dtype)[:, None] for part in rotary[:2])
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-def on_slice(
-    leaves: list[Tensor], grad: Tensor, part: slice, dtype: torch.dtype, shape: Tensor | None, **options: Any
-) -> list[Tensor]:
-    """Output and gradients of the oracle in `dtype`, for these positions alone."""
-    rotary = rotation(SCALE.length, part)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor) -> Tensor:
-        q, k = prepared(q, q_gain, shape, rotary), prepared(k, k_gain, shape, rotary)
-        return reference.attention(q, k, v, **options).out
-
-    heads = [x[:, :, part].to(dtype) for x in leaves[:3]]
-    return with_gradients([*heads, *(x.to(dtype) for x in leaves[3:])], grad[:, :, part].to(dtype), attend)
+        part = Problem(Heads(q[row], k[row], v[row]), Visible(ranges[row]), options, q[row])
+        plain = part.attended({name: x.detach() for name, x in part.leaves.items()}).out
+        assert_within_budget(out[row], part.exactly().out, plain)
 
 
 @pytest.mark.parametrize(("heads_kv", "knee"), [(1, 0.0), (SCALE.heads_long, 4.0)])
@@ -162,21 +99,25 @@ def test_tensors_that_32_bits_do_not_index(heads_kv: int, knee: float) -> None:
     assert not NATIVE or q.numel() > 2**31
     grad[:, :, : window - tail] = 0.0
     gains = [1.5 + normal(SCALE.head_dim, dtype=BRAIN, seed=seed, spread=0.3) for seed in (4, 5)]
-    options = {"softcap": 50.0, "causal": True, "window": window}
-    whole, shape = rotation(length, slice(None)), knee_at(knee) if knee else None
+    norms = [Norm("rms", gain, knee=knee_at(knee) if knee else None) for gain in gains]
+    frequency = 1e6 ** -torch.linspace(0, 1, SCALE.head_dim // 2, dtype=torch.float64, device=DEVICE)
+    angle = (torch.arange(length, dtype=torch.float64, device=DEVICE)[:, None] * frequency)[None]
+    cos, sin = angle.cos().float(), angle.sin().float()
+    options = Options(SCALE.head_dim**-0.5, 50.0, True, window)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, q_gain: Tensor, k_gain: Tensor) -> Tensor:
-        norms = {"q_norm": Norm("rms", q_gain, knee=shape), "k_norm": Norm("rms", k_gain, knee=shape)}
-        return library.fused_attention(*call(q, k, v, **norms, rotary=whole, **options))
+    def of(part: slice) -> Problem:
+        """These positions alone."""
+        heads = Heads(q[:, :, part], k[:, :, part], v[:, :, part], *norms, Rotary(cos[:, part], sin[:, part]))
+        return Problem(heads, Visible(), options, grad[:, :, part])
 
-    leaves = [q, k, v, *gains]
-    out, *grads = with_gradients(leaves, grad, attend)
+    got = of(slice(None)).results(TRITON.attend)
     start, end = slice(0, tail), slice(-tail, None)
-    exact, eager = (on_slice(leaves, grad, start, x, shape, **options)[:1] for x in (torch.float64, BRAIN))
-    check([out[:, :, start]], exact, eager)
-    exact, eager = (on_slice(leaves, grad, end, x, shape, **options) for x in (torch.float64, BRAIN))
-    for results in (exact, eager):  # the first queries of the slice miss keys that are before it
-        results[0] = results[0][:, :, window:]
-    check([out[:, :, window - tail :], *(x[:, :, end] for x in grads[:3]), *grads[3:]], exact, eager)
-    for x in grads[:3]:
-        assert not x[:, :, :-tail].any()
+    for part in (start, end):
+        exact, plain = of(part).expected(torch.float64), of(part).expected(BRAIN)
+        late = slice(window if part is end else 0, None)  # the first queries of the slice miss keys that are before it
+        assert_within_budget(*(x[:, :, late] for x in (got["out"][:, :, part], exact["out"], plain["out"])), "out")
+    for name in ("q", "k", "v", "q_gain", "k_gain"):
+        x = got[name] if "gain" in name else got[name][:, :, end]
+        assert_within_budget(x, exact[name], plain[name], name)
+    for name in "qkv":
+        assert not got[name][:, :, :-tail].any()

@@ -76,18 +76,13 @@ def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, log: float
 
 
 @every_norm
-def test_the_plain_shape_changes_no_bit(norm: str, p: float) -> None:
+def test_the_plain_shape_changes_no_bit_and_others_are_read_in_bfloat16(norm: str, p: float) -> None:
     x = draw(5, HEADS, DIM, dtype=torch.float32).requires_grad_()
-    grad = draw(5, HEADS, DIM, dtype=torch.float32, seed=1)
-    results = [head_norm(x, norm, p=p, knee=knee) for knee in (None, torch.tensor(PLAIN))]
-    assert torch.equal(*results)
-    assert torch.equal(*(torch.autograd.grad(y, x, grad)[0] for y in results))
-
-
-@every_norm
-def test_the_shape_is_read_in_bfloat16(norm: str, p: float) -> None:
-    x, knee = draw(5, HEADS, DIM), torch.tensor([10.01, 8.02, 7.99])
-    close(head_norm(x, norm, p=p, knee=knee), head_norm(x, norm, p=p, knee=knee.bfloat16()))
+    fine = torch.tensor([10.01, 8.02, 7.99])
+    for knees in ((None, torch.tensor(PLAIN)), (fine, fine.bfloat16())):
+        results = [head_norm(x, norm, p=p, knee=knee) for knee in knees]
+        assert torch.equal(*results)
+        assert torch.equal(*(torch.autograd.grad(y.sin().sum(), x)[0] for y in results))
 
 
 @each_norm_with("gain", "with_bias", axes=(GAINS, (False, True)), strength=1)
@@ -113,18 +108,13 @@ def test_the_result_has_the_inputs_dtype_and_is_rounded_once(norm: str, p: float
     assert torch.equal(got, head_norm(x.to(wide), norm, weight, bias, p=p).to(dtype))
 
 
-def with_zero_rows(dtype: torch.dtype) -> Tensor:
-    x = draw(4, HEADS, DIM, dtype=dtype)
-    x[1], x[2, 0] = 0, 0
-    return x.requires_grad_()
-
-
 @each_norm_with("knee", "dtype", axes=((None, (22.0, 0.0, 1.0), (22.0, 20.0, 8.0)), DTYPES), strength=1)
 def test_zero_rows_stay_zero_and_get_zero_gradients(
     norm: str, p: float, knee: tuple[float, ...] | None, dtype: torch.dtype
 ) -> None:
-    x = with_zero_rows(dtype)
-    zero = (x == 0).all(-1)
+    x = draw(4, HEADS, DIM, dtype=dtype)
+    x[1], x[2, 0] = 0, 0
+    zero = (x.requires_grad_() == 0).all(-1)
     y = head_norm(x, norm, p=p, knee=None if knee is None else torch.tensor(knee))
     y.backward(draw(*x.shape, dtype=dtype, seed=1))
     assert (y[zero] == 0).all()
@@ -134,31 +124,22 @@ def test_zero_rows_stay_zero_and_get_zero_gradients(
     assert dtype == torch.float16 or (x.grad[~zero] != 0).any(-1).all()
 
 
-MAGNITUDES = [(torch.float16, 6e4), (torch.bfloat16, 1e18), (torch.float32, 1e18)]
-LARGER = [(torch.bfloat16, 1e30), (torch.float32, 1e30)]
-HUGE = [
-    *((*norm, *magnitude) for norm in NORMS for magnitude in MAGNITUDES),
-    *((*norm, *magnitude) for norm, magnitude in covering((*NORMS, ("lp", 8.0), ("lp", 64.0)), LARGER, strength=1)),
-]
+MAGNITUDES = [(torch.float16, 6e4), (torch.bfloat16, 1e18), (torch.float32, 1e18), (torch.float32, 1e30)]
 
 
-def huge(dtype: torch.dtype, magnitude: float) -> Tensor:
-    signs = draw(4, HEADS, DIM).clamp(-1, 1)
-    return (signs * magnitude).to(dtype).requires_grad_()
-
-
-@pytest.mark.parametrize(("norm", "p", "dtype", "magnitude"), HUGE, ids=str)
-def test_huge_inputs_stay_finite_and_exact(norm: str, p: float, dtype: torch.dtype, magnitude: float) -> None:
-    x = huge(dtype, magnitude)
-    y = head_norm(x, norm, p=p)
-    y.backward(torch.ones_like(y))
-    assert torch.isfinite(y).all()
-    assert torch.isfinite(x.grad).all()
-    if norm != "lp" and magnitude > 1e18:
-        return  # beyond 1e19 the mean square overflows fp32, as in torch.nn.functional.rms_norm; Lp rescales first
-    exact = head_norm(x.detach().double(), norm, p=p)
-    eps = max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)  # fp32 steps add up to a few roundings
-    torch.testing.assert_close(y.detach().double(), exact, rtol=eps, atol=eps * float(exact.abs().max()))
+@pytest.mark.parametrize(("norm", "p"), [*NORMS, ("lp", 8.0), ("lp", 64.0)], ids=str)
+def test_huge_inputs_stay_finite_and_exact(norm: str, p: float) -> None:
+    for dtype, magnitude in MAGNITUDES:
+        x = (draw(4, HEADS, DIM).clamp(-1, 1) * magnitude).to(dtype).requires_grad_()
+        y = head_norm(x, norm, p=p)
+        y.backward(torch.ones_like(y))
+        assert torch.isfinite(y).all()
+        assert torch.isfinite(x.grad).all()
+        if norm != "lp" and magnitude > 1e18:
+            continue  # the mean square overflows fp32, as in torch.nn.functional.rms_norm; Lp rescales first
+        exact = head_norm(x.detach().double(), norm, p=p)
+        eps = max(torch.finfo(dtype).eps, 8 * torch.finfo(torch.float32).eps)  # fp32 steps add up to a few roundings
+        torch.testing.assert_close(y.detach().double(), exact, rtol=eps, atol=eps * float(exact.abs().max()))
 
 
 @each_norm_with("gain", axes=(GAINS,), strength=1)

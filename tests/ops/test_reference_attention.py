@@ -1,7 +1,6 @@
 """The oracle's attention, against torch's own, against the models' own eager functions, and against brute force."""
 
 import math
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +12,11 @@ from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward a
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward as gpt_oss_attention
 
 from hf_qknorm.ops.reference import attention, visible
-from qknorm_tests.attention_tables import RANGE_CASES
+from qknorm_tests.attention_cases import Case, problem
+from qknorm_tests.attention_tables import TABLE
 from qknorm_tests.covering import covering
 from qknorm_tests.random_qkv import make_qkv
 from qknorm_tests.tables import dense
-from qknorm_tests.tiled_cases import Case, draw_inputs, drawn_dropout, oracle_results
 
 F64 = torch.float64
 
@@ -101,16 +100,16 @@ def test_windows_are_those_of_transformers(causal: bool, size: tuple[int, int], 
     assert torch.equal(visible(queries, keys, causal, window)[counted], expected[counted])
 
 
-@pytest.mark.parametrize("case", RANGE_CASES, ids=str)
+@pytest.mark.parametrize("case", [case for case in TABLE if case.ranges and not case.dropout][::2], ids=str)
 def test_ranges_are_masks(case: Case) -> None:
-    inputs = draw_inputs(case, F64)
-    dropped = drawn_dropout(case, inputs)
-    both = seen = dense(inputs.ranges, case.keys or case.queries)
-    if inputs.mask is not None:
-        both = seen & inputs.mask if inputs.mask.dtype == torch.bool else torch.where(seen, inputs.mask, -torch.inf)
-    expected = oracle_results(case, replace(inputs, mask=both, ranges=None), dropped)
-    for name, result in oracle_results(case, inputs, dropped).items():
-        assert torch.equal(result, expected[name]), name
+    given = problem(case, F64)
+    ranges, mask = given.visible.ranges, given.visible.mask
+    both = seen = dense(ranges, given.heads.k.shape[2])
+    if mask is not None:
+        both = seen & mask if mask.dtype == torch.bool else torch.where(seen, mask, -torch.inf)
+    masked = given._replace(visible=given.visible._replace(ranges=None, mask=both)).expected(F64)
+    for name, x in given.expected(F64).items():
+        assert torch.equal(x, masked[name]), name
 
 
 def empty_rows(kind: str) -> tuple[int, dict[str, object], Tensor]:

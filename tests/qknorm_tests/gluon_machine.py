@@ -120,7 +120,8 @@ class Partition:
         self.turn.acquire()
         try:
             if not self.failures:
-                self.function(*self.arguments)
+                with torch.no_grad():  # as in the thread that waits for this one
+                    self.function(*self.arguments)
         except BaseException as error:
             self.failures.append(error)
         self.all.remove(self)

@@ -31,8 +31,15 @@ PADDING = {
     "right": [[1] * 9, [1, 1, 1, 1, 0, 0, 0, 0, 0]],
     "both": [[0, 1, 1, 1, 1, 1, 1, 1, 0], [0, 0, 0, 0, 0, 0, 0, 0, 1]],
     "nothing": [[0] * 9, [1] * 9],
+    "holes": [[1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1, 1, 1, 0]],
 }
-HOLES = torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 1, 1, 1, 0]])
+
+
+def padded(name: str) -> Tensor | None:
+    """The padding of this name, None without any."""
+    return torch.tensor(PADDING[name]) if PADDING[name] else None
+
+
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
 
 

@@ -1,4 +1,4 @@
-"""Problems for norm and RoPE in one launch, and the oracle's results for them."""
+"""Problems for norm and RoPE, and the oracle's results for them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_qknorm.ops import reference
 from hf_qknorm.ops.norms import NORMS
-from hf_qknorm.ops.reference import norm_rope_one
-from hf_qknorm.ops.types import Norm, Rotary
+from hf_qknorm.ops.types import Heads, Norm, Rotary
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF, BRAIN, EPS = torch.float16, torch.bfloat16, 1e-6
@@ -33,7 +33,6 @@ class Case(NamedTuple):
     heads: tuple[int, int] = (2, 1)
     angles: str = "one"  # batch of cos and sin
     layout: str = "tokens"
-    factor: float = 0.3
     spread: float = 1.0
     p: float = 3.0
     knee: float | None = None
@@ -49,7 +48,7 @@ CASES = [
     Case(),
     Case(norms=("layer", "l2"), head_dim=40, length=111, dtype=BRAIN, rotary=(40, "interleaved"), layout="gaps"),
     Case(norms=("l2", "lp"), head_dim=64, length=1, batch=2, gains=("per_head", "none"), rotary=(20, "half")),
-    Case(norms=("lp", "layer"), head_dim=64, dtype=HALF, gains=("per_head", "scalar"), heads=(4, 2), factor=1.0),
+    Case(norms=("lp", "layer"), head_dim=64, dtype=HALF, gains=("per_head", "scalar"), heads=(4, 2)),
     Case(norms=("none", "rms"), head_dim=80, dtype=BRAIN, rotary=(80, "half"), gains=("none", "per_head"), length=34),
     Case(norms=("rms", "none"), head_dim=96, dtype=HALF, rotary=(96, "interleaved"), layout="heads", length=21),
     Case(norms=("none", "none"), head_dim=112, dtype=BRAIN, rotary=(56, "interleaved"), layout="sparse", length=21),
@@ -58,11 +57,12 @@ CASES = [
     Case(norms=("lp", "lp"), head_dim=128, length=37, rotary=(0, "none"), gains=("shared", "none"), p=1.5),
     Case(norms=("l2", "lp"), dtype=HALF, rotary=(0, "none"), gains=("scalar", "scalar"), biases=("scalar", "none")),
     Case(norms=("lp", "rms"), dtype=BRAIN, p=1.0, length=150, batch=2, angles="all", rotary=(8, "half")),
-    Case(norms=("layer", "rms"), biases=("per_head", "shared"), rotary=(0, "none"), layout="heads"),
+    Case(norms=("layer", "rms"), biases=("per_head", "shared"), rotary=(16, "interleaved"), layout="heads"),
     Case(norms=("rms", "lp"), dtype=HALF, biases=("shared", "scalar"), heads=(7, 1), rotary=(4, "half")),
     Case(norms=("l2", "l2"), head_dim=64, dtype=BRAIN, batch=3, heads=(3, 3), angles="all", layout="gaps", length=33),
     Case(norms=("lp", "lp"), spread=1e15, gains=("none", "none"), p=4.0),
     Case(norms=("lp", "l2"), spread=1e-12, gains=("none", "none")),
+    Case(norms=("rms", "layer"), spread=1e16),
     Case(norms=("none", "layer"), head_dim=100, length=21, gains=("shared", "none"), rotary=(50, "half")),
 ]
 DOMINANT = 1e6  # a knee that turns the norm into a constant factor
@@ -90,6 +90,7 @@ SHARP = [  # rows on both sides of the knee
     Case(norms=("rms", "lp"), p=4.0, dtype=BRAIN, biases=("shared", "per_head"), knee=1.0, sharpness=8),
     Case(norms=("lp", "lp"), spread=1e15, gains=("none", "none"), p=4.0, knee=1.0, sharpness=8),
     Case(norms=("l2", "rms"), spread=1e-12, gains=("none", "none"), knee=4.0, sharpness=8),
+    Case(norms=("layer", "l2"), spread=1e16, knee=1.0, sharpness=6),
     Case(norms=("layer", "lp"), spread=1e-3, gains=("none", "shared"), knee=1e-6, sharpness=4),
     Case(norms=("rms", "layer"), dtype=BRAIN, rotary=(8, "half"), layout="sparse", knee=DOMINANT, sharpness=8),
 ]
@@ -101,24 +102,20 @@ def knee_at(knee: float, sharpness: float = 1.0) -> Tensor:
     return torch.tensor([math.log2(knee / EPS), math.log2(1 / EPS), sharpness], device=DEVICE)
 
 
-class Call(NamedTuple):
-    """The arguments of a case's call."""
+def parameters(q_norm: Norm, k_norm: Norm) -> dict[str, Tensor]:
+    """Gains and biases, by name, of the norms that are there."""
+    norms = [(side, norm) for side, norm in (("q", q_norm), ("k", k_norm)) if norm.kind != "none"]
+    named = {f"{side}_{part}": getattr(norm, part) for side, norm in norms for part in ("gain", "bias")}
+    return {name: value for name, value in named.items() if value is not None}
 
-    q: Tensor
-    k: Tensor
-    q_norm: Norm
-    k_norm: Norm
-    rotary: Rotary | None
-    factor: float
 
-    @property
-    def leaves(self) -> dict[str, Tensor]:
-        """The tensors with a gradient, by name in `Gradients`."""
-        named = {"q": self.q, "k": self.k}
-        for name, norm in (("q", self.q_norm), ("k", self.k_norm)):
-            if norm.kind != "none":
-                named |= {f"{name}_gain": norm.gain, f"{name}_bias": norm.bias}
-        return {name: value for name, value in named.items() if value is not None}
+def with_parameters(heads: Heads, leaves: dict[str, Tensor]) -> Heads:
+    """The heads with these tensors in place of their own."""
+    q_norm, k_norm = (
+        norm._replace(gain=leaves.get(f"{side}_gain"), bias=leaves.get(f"{side}_bias"))
+        for side, norm in (("q", heads.q_norm), ("k", heads.k_norm))
+    )
+    return Heads(leaves["q"], leaves["k"], leaves.get("v", heads.v), q_norm, k_norm, heads.rotary)
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
@@ -133,8 +130,9 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
     return view.copy_(x)
 
 
-def draw(case: Case, seed: int = 0) -> Call:
-    generator = torch.Generator().manual_seed(seed)
+def draw(case: Case) -> Heads:
+    """Queries, keys, and as values the keys again."""
+    generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -172,7 +170,7 @@ def draw(case: Case, seed: int = 0) -> Call:
         else:
             cos, sin = (x.repeat_interleave(2, -1)[..., ::2] for x in (cos, sin))
         rotary = Rotary(cos, sin, style == "interleaved")
-    return Call(q, k, norms[0], norms[1], rotary, case.factor)
+    return Heads(q, k, k, *norms, rotary)
 
 
 def spread(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -188,20 +186,20 @@ def spread(leaves: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     return made
 
 
-def expected(call: Call, dq: Tensor, dk: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def leaves_of(heads: Heads) -> dict[str, Tensor]:
+    """The tensors with a gradient, without values."""
+    return {"q": heads.q, "k": heads.k, **parameters(heads.q_norm, heads.k_norm)}
+
+
+def expected(heads: Heads, dq: Tensor, dk: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
     """q̂, k̂ and every gradient by autograd, computed in `dtype`; for gains and biases the terms that `verdict` needs."""
-    leaves = spread(call.leaves, dtype)
-    q_norm, k_norm = (
-        norm._replace(gain=leaves.get(f"{name}_gain"), bias=leaves.get(f"{name}_bias"))
-        for name, norm in (("q", call.q_norm), ("k", call.k_norm))
-    )
-    q = norm_rope_one(leaves["q"], q_norm, call.rotary) * call.factor
-    k = norm_rope_one(leaves["k"], k_norm, call.rotary)
+    leaves = spread(leaves_of(heads), dtype)
+    q, k = reference.norm_rope(with_parameters(heads._replace(v=leaves["k"]), leaves))
     grads = torch.autograd.grad([q, k], list(leaves.values()), [dq.to(dtype), dk.to(dtype)])
-    return q.detach(), k.detach(), dict(zip(leaves, grads, strict=True))
+    return {"q̂": q.detach(), "k̂": k.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
-def gradients_like(call: Call) -> tuple[Tensor, Tensor]:
+def gradients_like(heads: Heads) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    dq, dk = (torch.randn(x.shape, generator=generator).to(DEVICE, x.dtype) for x in (call.q, call.k))
+    dq, dk = (torch.randn(x.shape, generator=generator).to(DEVICE, x.dtype) for x in heads[:2])
     return dq, lay_out(dk, "tokens")

@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from threading import Event
-from time import sleep
 from typing import Any
 
 import pytest
@@ -17,21 +16,19 @@ from torch.utils import cpp_extension
 
 from hf_qknorm.ops.cpu import build
 
-COMPILER = """#!/bin/sh
-case "$*" in *version*) echo 12.2.0; exit 0;; esac
-{rest}
-"""
+pytestmark = pytest.mark.usefixtures("compiled")
 
 
 class Loader:
     """In place of `cpp_extension.load`: it makes a file, after `done` is set."""
 
     def __init__(self) -> None:
-        self.calls, self.done = 0, Event()
+        self.calls, self.started, self.done = 0, Event(), Event()
         self.done.set()
 
     def __call__(self, name: str, sources: list[str], build_directory: str, **options: Any) -> None:
         self.calls += 1
+        self.started.set()
         assert self.done.wait(timeout=60)
         (Path(build_directory) / f"{name}.so").touch()
 
@@ -63,14 +60,6 @@ def loader(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> Loader:
     return loader
 
 
-def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, rest: str) -> None:
-    """Make CXX a script."""
-    script = folder / "compiler"
-    script.write_text(COMPILER.format(rest=rest))
-    script.chmod(0o755)
-    monkeypatch.setenv("CXX", str(script))
-
-
 def test_inference_does_not_wait_for_the_compiler(loader: Loader) -> None:
     loader.done.clear()
     assert [build.why_not(wait=False) for _ in range(3)] == [build.COMPILING] * 3
@@ -84,8 +73,7 @@ def test_inference_does_not_wait_for_the_compiler(loader: Loader) -> None:
 def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(loader: Loader) -> None:
     loader.done.clear()
     assert build.why_not(wait=False) == build.COMPILING
-    while not loader.calls:
-        sleep(0.01)
+    assert loader.started.wait(timeout=60)
     child = os.fork()
     if not child:
         loader.done.set()
@@ -103,7 +91,13 @@ def test_a_forked_process_does_not_wait_for_a_thread_that_it_lacks(loader: Loade
 def test_a_failure_is_a_reason_and_logged_once(
     fresh: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    use_compiler(fresh, monkeypatch, "echo 'an error of the code' >&2; exit 3")
+    """Also beside the lock of a killed build: torch's own outlives its process, and is waited for without an end."""
+    script = fresh / "compiler"
+    script.write_text('#!/bin/sh\ncase "$*" in *version*) echo 12.2.0; exit 0;; esac\nexit 3\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    build._library().parent.mkdir(parents=True)
+    (build._library().parent / "lock").touch()
     for _ in range(2):
         assert "Error building extension" in str(build.why_not())
     messages = [record.getMessage() for record in caplog.records if record.name == build.logger.name]
@@ -115,14 +109,6 @@ def test_a_failure_is_a_reason_and_logged_once(
     monkeypatch.setenv(build.SWITCH, "1")
     with pytest.raises(RuntimeError, match="HF_QKNORM_CPU=1 demands"):
         build.why_not()
-
-
-def test_the_lock_of_a_killed_build_is_no_obstacle(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own file lock outlives the process that made it, and is waited for without an end."""
-    use_compiler(fresh, monkeypatch, "exit 3")
-    build._library().parent.mkdir(parents=True)
-    (build._library().parent / "lock").touch()
-    assert "Error building extension" in str(build._loading().result(timeout=60))
 
 
 def test_no_compiler_is_a_reason(
@@ -139,7 +125,9 @@ def test_no_compiler_is_a_reason(
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize(("capability", "bf16"), [("AVX2", True), ("AVX512", False), ("AVX512", True)])
+@pytest.mark.parametrize(
+    ("capability", "bf16"), [("AVX2", True), pytest.param("AVX512", False, marks=pytest.mark.slow), ("AVX512", True)]
+)
 def test_the_sources_compile_for_every_cpu(
     capability: str, bf16: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

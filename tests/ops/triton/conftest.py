@@ -5,11 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from torch.utils._device import _device_constructors
-
-from qknorm_tests.memory import fill_new_memory
-
-_device_constructors()  # torch caches this list of functions: fill it before they are replaced
 
 try:
     import triton  # noqa: F401
@@ -30,6 +25,5 @@ else:
 
 
 @pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poison(poison: None) -> None:
     """New memory is NaN."""
-    fill_new_memory(monkeypatch)

@@ -1,187 +1,77 @@
-"""The Gluon kernel: the calls that it serves, its machine code, and its results, on Hopper or in the emulator."""
+"""The Gluon kernel: the calls that it serves, and its results, on Hopper or in the emulator."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from hf_qknorm.ops.error_budget import Verdict, verdict
+from hf_qknorm.ops.error_budget import verdict
 from hf_qknorm.ops.triton import attention, gluon
 from hf_qknorm.ops.triton.launch import launch
+from hf_qknorm.ops.types import Options, Visible
 from qknorm_tests import gluon_emulator, gluon_machine
-from qknorm_tests.kernel_cases import Problem, Raw, plain_problem, raw_problem, shrink_tiles
+from qknorm_tests.attention_cases import DEVICE, TRITON, Case, Problem, Raw, problem, raw_problem
 from qknorm_tests.norm_cases import spread
-from qknorm_tests.tiled_cases import Case
+from qknorm_tests.tiles import shrink_tiles
 
-HALF, BRAIN = torch.float16, torch.bfloat16
+HALF, BRAIN, NONE = torch.float16, torch.bfloat16, Visible()
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-hopper = pytest.mark.skipif(not ON_HOPPER, reason="needs a Hopper GPU")
-TAKEN = Case(batch=3, heads=32, queries=400, head_dim=128, causal=True, softcap=50.0)
-
-
-@pytest.fixture
-def compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where kernels are compiled for Hopper."""
-    monkeypatch.setattr(gluon, "INTERPRETED", False)
-    monkeypatch.setattr(gluon, "capability", lambda device: gluon.HOPPER)
-
-
-def serves(problem: Problem, statistics: bool = False) -> bool:
-    return gluon.serves(problem.heads.q, problem.visible, problem.options, statistics)
-
-
-@pytest.mark.usefixtures("compiling")
-@pytest.mark.parametrize(
-    ("changes", "dtype", "taken"),
-    [
-        ({}, BRAIN, True),
-        ({}, HALF, True),
-        ({"softcap": None, "causal": False, "keys": 63}, BRAIN, True),
-        ({"head_dim": 96}, BRAIN, False),
-        ({"head_dim": 256}, BRAIN, False),
-        ({"head_dim": 64}, BRAIN, False),
-        ({"batch": 2}, BRAIN, False),
-        ({}, torch.float32, False),
-        ({"window": 7}, BRAIN, False),
-        ({"sinks": True}, BRAIN, False),
-        ({"dropout": 0.1}, BRAIN, False),
-        ({"ranges": "packed"}, BRAIN, False),
-    ],
-)
-def test_the_calls_that_it_serves(
-    changes: dict[str, Any], dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    problem = plain_problem(Case(**{**vars(TAKEN), **changes}), dtype)
-    assert serves(problem) == taken
-    assert not serves(problem, statistics=True)
-    monkeypatch.setenv(gluon.SWITCH, "0")
-    assert not serves(problem)
-
-
-def test_other_gpus_and_the_interpreter_take_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = plain_problem(TAKEN, BRAIN)
-    monkeypatch.setattr(gluon, "INTERPRETED", True)
-    assert not serves(problem)
-    monkeypatch.setattr(gluon, "INTERPRETED", False)
-    monkeypatch.setattr(gluon, "capability", lambda device: (10, 0))
-    assert not serves(problem)
-
-
-def test_a_switch_that_is_neither_on_nor_off_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(gluon.SWITCH, "yes")
-    with pytest.raises(ValueError, match="HF_QKNORM_GLUON must be 1 .*, got 'yes'"):
-        serves(plain_problem(TAKEN, BRAIN))
-
-
-@pytest.mark.slow
-def test_the_machine_code() -> None:
-    """It has 4D loads by the copy engine, products of warpgroups, and registers moved from the loading warp."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[2] / "qknorm_tests" / "gluon_code.py"
-    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
-    run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    (found,) = json.loads(run.stdout)
-    counts, stages = found["counts"], found["constants"]["STAGES"]
-    products = 128 // 16  # instructions for a tile: 16 columns of a factor each, for scores as for sums
-    assert counts["HGMMA"] == 2 * (products + 2 * 2 * products + products)  # before, in and after two loops
-    assert counts["UTMALDG"] == 4 * 128 // 64  # two tiles of queries, one of keys, one of values
-    assert found["loads"] == ["UTMALDG.4D"]
-    assert counts["UTMASTG"] == 2
-    assert counts["USETMAXREG"] >= 3
-    assert not counts.keys() & {"LDL", "STL", "HMMA"}
-    assert found["barriers"] == {
-        "init_barrier": 3 + 4 * stages,
-        "wait_barrier": 2 * 10 + 2,
-        "arrive_barrier": 2 * 7 + 1,
-        "barrier_expect": 3,
-        "fence_async_shared": 3,
-    }
-
-
-MANY = {"batch": 1, "heads": 8, "heads_kv": 2}
-RIGHT = [
-    (Case(**MANY, queries=65, head_dim=128), BRAIN),
-    (Case(**MANY, queries=63, causal=True, head_dim=128, softcap=50.0), BRAIN),
-    (Case(**MANY, queries=128, causal=True, head_dim=128), HALF),
-    (Case(**MANY, queries=300, causal=True, head_dim=128, softcap=50.0), BRAIN),
-    (Case(**MANY, queries=300, causal=True, head_dim=128, softcap=100.0), BRAIN),
-    (Case(**MANY, queries=111, keys=300, causal=True, head_dim=128, softcap=5.0), HALF),
-    (Case(**MANY, queries=300, keys=111, causal=True, head_dim=128), BRAIN),
-    (Case(**MANY, queries=200, keys=333, head_dim=128, softcap=50.0), BRAIN),
-    (Case(batch=3, heads=7, heads_kv=1, queries=1000, causal=True, head_dim=128), BRAIN),
+OTHERS: list[dict[str, Any]] = [
+    *({"head_dim": width} for width in (64, 96, 256)),
+    *({"dtype": torch.float32}, {"batch": 2}, {"statistics": True}, {"window": 7}, {"dropout": 0.1}),
+    *({"visible": Visible(ranges=torch.empty(1))}, {"visible": Visible(sinks=torch.empty(1))}),
 ]
 
 
+def serves(
+    batch: int = 3, head_dim: int = 128, dtype: torch.dtype = BRAIN, visible: Visible = NONE, statistics: bool = False,
+    **options: Any,
+) -> bool:  # fmt: skip
+    q = torch.empty(batch, 32, 400, head_dim, dtype=dtype)
+    return gluon.serves(q, visible, Options(1.0, **options), statistics)
+
+
+def test_the_calls_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels are compiled for Hopper, and the switch is on."""
+    monkeypatch.setattr(gluon, "INTERPRETED", False)
+    monkeypatch.setattr(gluon, "capability", lambda device: gluon.HOPPER)
+    assert serves()
+    assert serves(dtype=HALF, causal=True, softcap=50.0)
+    for changes in OTHERS:
+        assert not serves(**changes), changes
+    for owner, name, value in ((gluon, "INTERPRETED", True), (gluon, "capability", lambda device: (10, 0))):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            assert not serves()
+    monkeypatch.setenv(gluon.SWITCH, "0")
+    assert not serves()
+    monkeypatch.setenv(gluon.SWITCH, "yes")
+    with pytest.raises(ValueError, match="HF_QKNORM_GLUON must be 1 .*, got 'yes'"):
+        serves()
+
+
 @pytest.fixture
-def for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves few queries too, and tiles of backward are small, to compile in less time."""
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """It serves few queries too: on Hopper, or in the emulator. Tiles of backward are small."""
+    if torch.cuda.is_available() and not ON_HOPPER:
+        pytest.skip("needs a Hopper GPU, or the emulator, which reads tensors on the CPU")
     monkeypatch.setattr(gluon, "FEWEST", 0)
     shrink_tiles(monkeypatch)
-
-
-def record(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the attention kernels that are started."""
-    seen: list[str] = []
-
-    def recorded(kernel: Any, *arguments: Any, **options: Any) -> None:
-        seen.append(kernel.__name__)
-        launch(kernel, *arguments, **options)
-
-    monkeypatch.setattr(gluon, "launch", recorded)
-    monkeypatch.setattr(attention, "launch", recorded)
-    return seen
-
-
-@hopper
-@pytest.mark.usefixtures("for_all")
-@pytest.mark.parametrize(("case", "dtype"), RIGHT, ids=str)
-def test_output_and_gradients(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gradients are computed by the plain kernels, from its normaliser."""
-    seen = record(monkeypatch)
-    got = plain_problem(case, dtype).check()
-    assert seen[0] == "gluon_forward_kernel"
-    again = plain_problem(case, dtype).results()
-    assert all(torch.equal(got[name], again[name]) for name in got)
-
-
-@hopper
-@pytest.mark.usefixtures("for_all")
-@pytest.mark.parametrize("gain", [0.1, 1.0, 30.0], ids=["within", "usual", "beyond"])
-@pytest.mark.parametrize("softcap", [None, 5.0, 50.0])
-def test_normed_heads_of_any_size(softcap: float | None, gain: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = raw_problem(Raw(heads=(4, 2), dtype=BRAIN, length=200, head_dim=128), Case(causal=True, softcap=softcap))
-    if problem.heads.q_norm.gain is not None:
-        problem.heads.q_norm.gain.mul_(gain)
-    seen = record(monkeypatch)
-    problem.check()
-    assert seen[0] == "gluon_forward_kernel"
-
-
-@pytest.fixture
-def emulator(for_all: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The Gluon kernel serves few queries in the emulator."""
-    if torch.cuda.is_available():
-        pytest.skip("the emulator reads tensors on the CPU")
-    monkeypatch.setattr(gluon, "INTERPRETED", False)
     started: list[Any] = []
 
     def counted(*arguments: Any, **options: Any) -> None:
         started.append(arguments)
-        gluon_emulator.launch(*arguments, **options)
+        (launch if ON_HOPPER else gluon_emulator.launch)(*arguments, **options)
 
     monkeypatch.setattr(gluon, "launch", counted)
-    emulate(monkeypatch)
+    if not ON_HOPPER:
+        monkeypatch.setattr(gluon, "INTERPRETED", False)
+        emulate(monkeypatch)
     yield
     assert started
 
@@ -192,16 +82,17 @@ def emulate(monkeypatch: pytest.MonkeyPatch, edit: Callable[[str], str] = str) -
     monkeypatch.setattr(gluon, "_module", lambda: SimpleNamespace(gluon_forward_kernel=kernel))
 
 
-def judged(problem: Problem) -> Verdict:
-    """The verdict on the output of the forward pass."""
-    out = attention.forward(problem.heads, problem.visible, problem.options).out
-    dtypes = (torch.float64, problem.heads.q.dtype)
-    exact, eager = (problem.attended(spread(problem.leaves, dtype)).out.detach() for dtype in dtypes)
-    return verdict(out, exact, eager)
+def passes(given: Problem) -> bool:
+    """Whether the output is within the budget; on Hopper it and the gradients must be."""
+    if ON_HOPPER:
+        given.check(TRITON)
+    out = attention.forward(given.heads, given.visible, given.options).out
+    exact, plain = (given.attended(spread(given.leaves, x)).out.detach() for x in (torch.float64, given.heads.q.dtype))
+    return verdict(out, exact, plain).passed
 
 
 FEW = {"batch": 1, "heads": 2, "heads_kv": 1, "head_dim": 128}
-EMULATED = [
+CASES = [
     (Case(**FEW, queries=40), BRAIN),
     (Case(**FEW, queries=65, softcap=50.0), BRAIN),
     (Case(**FEW, queries=128, causal=True), HALF),
@@ -210,45 +101,48 @@ EMULATED = [
     (Case(**FEW, queries=300, keys=111, causal=True), BRAIN),
     (Case(**FEW | {"batch": 2, "heads": 3}, queries=140, keys=130), BRAIN),
 ]
+LARGE = [
+    (Case(batch=3, heads=7, heads_kv=1, queries=1000, causal=True, head_dim=128), BRAIN),
+    (Case(batch=1, heads=8, queries=200, keys=333, head_dim=128, softcap=50.0), HALF),
+]
 
 
-@pytest.mark.usefixtures("emulator")
-@pytest.mark.parametrize(("case", "dtype"), EMULATED, ids=str)
-def test_the_emulated_output(case: Case, dtype: torch.dtype) -> None:
-    found = judged(plain_problem(case, dtype))
-    assert found.passed, found
+@pytest.mark.usefixtures("served")
+@pytest.mark.parametrize(("case", "dtype"), [*CASES, *(LARGE if ON_HOPPER else [])], ids=str)
+def test_results(case: Case, dtype: torch.dtype) -> None:
+    assert passes(problem(case, dtype, DEVICE))
 
 
 @pytest.mark.costly
-@pytest.mark.usefixtures("emulator")
-def test_gradients_from_the_emulated_output_and_normaliser() -> None:
-    plain_problem(Case(**FEW | {"heads": 1}, queries=70, keys=130, causal=True, softcap=5.0), BRAIN).check()
+@pytest.mark.usefixtures("served")
+def test_gradients_from_its_output_and_normaliser() -> None:
+    """By the plain kernels."""
+    problem(Case(**FEW | {"heads": 1}, queries=70, keys=130, causal=True, softcap=5.0), BRAIN, DEVICE).check(TRITON)
 
 
-@pytest.mark.usefixtures("emulator")
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("gain", [0.1, 30.0], ids=["within", "beyond"])
 @pytest.mark.parametrize("softcap", [None, 50.0])
-def test_the_emulated_loops_of_normed_heads(softcap: float | None, gain: float) -> None:
-    problem = raw_problem(Raw(heads=(2, 1), dtype=BRAIN, length=140, head_dim=128), Case(causal=True, softcap=softcap))
-    assert problem.heads.q_norm.gain is not None
-    problem.heads.q_norm.gain.mul_(gain)
-    found = judged(problem)
-    assert found.passed, found
+def test_normed_heads_of_any_size(softcap: float | None, gain: float) -> None:
+    """Within the limits of the first loop, or beyond."""
+    given = raw_problem(Raw(heads=(2, 1), dtype=BRAIN, length=140, head_dim=128), Case(causal=True, softcap=softcap))
+    assert given.heads.q_norm.gain is not None
+    given.heads.q_norm.gain.mul_(gain)
+    assert passes(given)
 
 
 def several_tiles() -> Problem:
     """A maximum that rises over several tiles, for two blocks of queries."""
-    problem = plain_problem(Case(**FEW | {"heads": 1}, queries=130, keys=500, causal=True), BRAIN)
-    problem.heads.q.mul_(3.0)
-    return problem
+    given = problem(Case(**FEW | {"heads": 1}, queries=130, keys=500, causal=True), BRAIN, DEVICE)
+    given.heads.q.mul_(3.0)
+    return given
 
 
-@pytest.mark.usefixtures("emulator")
-@pytest.mark.parametrize("late", [False, True], ids=["copies at once", "copies late"])
-def test_the_time_of_copies_does_not_matter(late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gluon_machine.Barrier, "late", late)
-    found = judged(several_tiles())
-    assert found.passed, found
+@pytest.mark.usefixtures("served")
+def test_the_time_of_copies_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    for late in (False, True):
+        monkeypatch.setattr(gluon_machine.Barrier, "late", late)
+        assert passes(several_tiles())
 
 
 def without(line: str) -> Callable[[str], str]:
@@ -301,16 +195,17 @@ MUTANTS = {
 }
 
 
-@pytest.mark.usefixtures("emulator")
+@pytest.mark.skipif(ON_HOPPER, reason="for the emulator")
+@pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_broken_kernels_are_noticed(mutant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By wrong numbers, or an error, of which a deadlock is one; with copies at once, or late."""
     emulate(monkeypatch, MUTANTS[mutant])
-    problem, found = several_tiles(), []
     for late in (False, True):
         monkeypatch.setattr(gluon_machine.Barrier, "late", late)
         try:
-            found.append(judged(problem).passed)
+            if not passes(several_tiles()):
+                return
         except gluon_machine.BrokenKernelError:
-            found.append(False)
-    assert not all(found)
+            return
+    pytest.fail("it passes")
