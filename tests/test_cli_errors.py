@@ -93,6 +93,7 @@ ERRORS = [
     (["convert", "MODEL", "out", "--data", "EMPTY"], "EMPTY: no text in it"),
     (["convert", "MODEL", "out", "--data", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
     *((["convert", "./nowhere", "out", f"--{x}", "64"], " is for a calibration, on text: pass") for x in CALIBRATING),
+    (["convert", "./nowhere", "out", "--exportable"], "exportable is for a calibration, on text: pass data="),
     (
         ["convert", "MODEL", "out", "--data", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"],
         "knee=4.0: expected 0 unless q, k or v is normed",

@@ -28,7 +28,6 @@ from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.reports.report import Calibration
 
 logger = logging.getLogger("hf_qknorm")
-TEMPLATE: Final = Path(__file__).with_name("card.md.jinja")
 TAG: Final = "hf_qknorm"  # identifies a card that this package generated
 PLACEHOLDER: Final = "OWNER/NAME"
 INHERITED: Final = ("license", "license_name", "license_link", "language", "datasets", "base_model")
@@ -63,13 +62,13 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None, b
     fields = _inherited(path / CARD)
     if base := base_model or (report.base_model if report is not None else None):
         fields["base_model"] = base
-    listed = fields.get("base_model", [])
-    bases = [listed] if isinstance(listed, str) else listed
+    bases = [listed] if isinstance(listed := fields.get("base_model", []), str) else listed
     context = _context(path, config, report) | {"repo": repo_id or PLACEHOLDER, "bases": bases}
     start = bases[0] if bases else type(config).__name__.removeprefix("QKNorm").removesuffix("Config")
     context["title"] = (repo_id or f"{start} with {context['description']}").rpartition("/")[2]
     data = _card_data(config, report, fields, context["title"])
-    card = ModelCard.from_template(data, template_path=str(TEMPLATE), **context)
+    template = Path(__file__).with_name("card.md.jinja")
+    card = ModelCard.from_template(data, template_path=str(template), **context)
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
 
 
@@ -89,11 +88,12 @@ def write_card(
     keeps = card.is_file() and not (card.is_symlink() or is_generated_card(card))  # a link's target stays
     if keeps and os.path.lexists(kept):
         raise FileExistsError(f"{card} would be kept as {kept}, which exists already: move one of them away")
-    plot.unlink(missing_ok=True)  # of an earlier report
     if report is not None:
         from hf_qknorm.plots import draw_calibration  # imports matplotlib
 
         draw_calibration(report, plot)
+    else:
+        plot.unlink(missing_ok=True)  # of an earlier report
     if keeps:
         card.rename(kept)
     replace_text(card, text)

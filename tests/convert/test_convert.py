@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, checkpoint, convert_checkpoint, patch_model
 from hf_qknorm.model.placement import is_offloaded
 from hf_qknorm.small_model import byte_tokenizer
-from qknorm_tests.folders import contents, edit, loaded, logits, save, save_with_tokenizer
+from qknorm_tests.covering import covering
+from qknorm_tests.folders import contents, loaded, logits, save, save_with_tokenizer
 from qknorm_tests.kneed import knees_of
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import PAIRS, make_batch, sharp_model, swept, trained_like
@@ -63,21 +64,6 @@ def test_other_heads_and_bare_models(auto, model_type, tmp_path):
     converted = getattr(transformers, auto).from_pretrained(tmp_path / "out")
     batch = make_batch("left", labels=False)
     assert torch.equal(converted(**batch)[0], patch_model(model, "qk_norm")(**batch)[0])
-
-
-@pytest.mark.parametrize("prefix", ["", "transformer."])
-def test_gpt2_keys_with_and_without_their_prefix(prefix, tmp_path):
-    """The Hub's GPT-2 is stored as its base model, under a config that names the language model."""
-    model = sharp_model("gpt2")
-    folder = save(model, tmp_path / "source")
-
-    def rename(tensors):
-        for name in list(tensors):
-            tensors[f"{prefix}{name.removeprefix('transformer.')}"] = tensors.pop(name)
-
-    edit(folder, rename)
-    convert_checkpoint(folder, tmp_path / "out", "qk_norm_cap")
-    assert torch.equal(logits(loaded(tmp_path / "out")), logits(patch_model(model, "qk_norm_cap")))
 
 
 def test_a_checkpoint_in_16_bits_stays_one(tmp_path):
@@ -134,13 +120,13 @@ def test_a_calibrated_conversion(model_type, preset, options, tmp_path):
     assert Calibration.from_dict(saved) == report
 
 
-@pytest.mark.parametrize("data", [None, BATCHES], ids=["fresh", "calibrated"])
-@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}], ids=["", "tied"])
-@pytest.mark.parametrize(
-    ("model_type", "limit"), [("llama", 60_000), ("gpt2", "60KB"), ("mixtral", {"cpu": "60000"})], ids=str
-)
-def test_layers_in_files_give_the_same_bits(model_type, limit, settings, data, tmp_path, monkeypatch):
-    source = save(tiny_model(model_type, **settings), tmp_path / "source")
+LIMITS = {"llama": 60_000, "gpt2": "60KB", "mixtral": {"cpu": "60000"}}
+
+
+@pytest.mark.parametrize(("model_type", "tied", "calibrated"), covering(LIMITS, [False, True], [False, True]))
+def test_layers_in_files_give_the_same_bits(model_type, tied, calibrated, tmp_path, monkeypatch):
+    source = save(tiny_model(model_type, tie_word_embeddings=tied), tmp_path / "source")
+    data, limit = BATCHES if calibrated else None, LIMITS[model_type]
     placed = []
     load = checkpoint._load
     monkeypatch.setattr(
@@ -180,22 +166,3 @@ def test_a_name_on_the_hub_is_downloaded_and_the_card_names_it(llama, tmp_path, 
     assert "base_model: owner/name\n" in card
     assert "[owner/name](https://huggingface.co/owner/name) with a logit cap" in card
     assert "ancestor" not in card
-
-
-def test_a_tied_head_may_be_stored_or_not(tmp_path):
-    model = sharp_model("llama", tie_word_embeddings=True)
-    source = save(model, tmp_path / "source")
-    assert "lm_head.weight" not in load_file(source / "model.safetensors")
-    convert_checkpoint(source, tmp_path / "absent", "qk_norm")
-    edit(source, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    convert_checkpoint(source, tmp_path / "there", "qk_norm")
-    expected = logits(patch_model(model, "qk_norm", attn_implementation="hf_qknorm"))
-    for name in ("absent", "there"):
-        assert torch.equal(logits(loaded(tmp_path / name)), expected)
-
-
-def test_old_buffers_are_ignored(tmp_path):
-    source = save(sharp_model("gpt2"), tmp_path / "source")
-    edit(source, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}))
-    convert_checkpoint(source, tmp_path / "out", "qk_norm")
-    assert "transformer.h.0.attn.bias" not in load_file(tmp_path / "out" / "model.safetensors")

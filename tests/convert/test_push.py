@@ -186,18 +186,6 @@ def test_a_model_in_memory_is_pushed_with_its_code_and_its_report(hub, tmp_path,
     assert Calibration.load(tmp_path / "again" / REPORT) == report
 
 
-def test_after_training_the_card_says_that_its_numbers_are_those_of_the_conversion(tmp_path):
-    model = patched()
-    report = calibrate(model, BATCHES, method="moments")
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.add_(1e-4)
-    model.save_pretrained(tmp_path)
-    assert [path.name for path in write_card(tmp_path)] == ["README.md", PLOT]
-    card = (tmp_path / "README.md").read_text()
-    assert "All numbers were measured at conversion." in card
-    assert f"{report.loss:.3f}" in card
-
-
 def no_gain(hub: Hub, out: Path) -> None:
     weights = load_file(out / WEIGHTS)
     del weights["model.layers.1.self_attn.q_norm.weight"]

@@ -81,18 +81,6 @@ def test_an_unknown_model_type_with_code_is_refused(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_pickled_weights_are_not_read(source, tmp_path):
-    booby_trap(source, tmp_path / "sign")
-    (source / "model.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match="Pickled weights are not read"):
-        convert_checkpoint(source, tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match="Pickled weights are not read"):
-        inspect_checkpoint(str(source))
-    with pytest.raises(FileNotFoundError, match="Pickled weights are not read"):
-        run_demo(checkpoint=str(source), out=str(tmp_path / "demo"))
-    assert not (tmp_path / "sign").exists()
-
-
 @pytest.mark.parametrize("name", ["README.md", "tokenizer_config.json", "additional_chat_templates"])
 def test_links_out_of_the_folder_are_not_copied(source, tmp_path, name):
     private = tmp_path / "private"
