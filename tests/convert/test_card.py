@@ -43,6 +43,8 @@ def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
     assert ("50·tanh(x/50)" in text) is (resolved.softcap == 50)
     assert ("2010.04245" in text) is (scheme in ("henry", "lp"))
     assert ("2602.05006" in text) is (scheme == "lp")
+    assert ("2505.09388" in text) is (resolved.q == resolved.k == "rms")
+    assert "2606.16310" not in text
 
 
 def test_a_card_tells_how_the_heads_of_latent_attention_are_normed(tmp_path):
