@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,27 +22,24 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.files.hub_names import hub_token, is_path
-from hf_qknorm.files.names import CARD, CONFIG, GENERATED, INDEX, SINGLE, TOKENIZER_FILES, side_files
+from hf_qknorm.files.hub_names import is_repo_id
+from hf_qknorm.files.names import CARD, CONFIG, GENERATED, INDEX, SINGLE, TOKENIZER_FILES, check_inside, side_files
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.config_checks import check_settings, describe_error
 from hf_qknorm.model.derived import derived_model
 
 HTTPError: Any = HfHubHTTPError.__bases__[0]  # of the httpx version that the Hub's client uses
-ADAPTER, GENERATION = "adapter_config.json", "generation_config.json"
-PICKLED: Final = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-DOWNLOADED: Final = ("*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.jinja", "*.md", "*.py")
-LICENCES: Final = ("LICEN*", "licen*", "NOTICE*", "COPYING*", "USE_POLICY*")
-OTHER_HEADS: Final = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
-SHARD: Final = re.compile(r"\w[\w. -]{0,240}\.safetensors")  # a file name on every system, never a path
-FLOATS: Final = ("F64", "F32", "F16", "BF16")
+DOWNLOADED: Final = (
+    "*.safetensors", "*.json", "*.txt", "*.model", "*.spm", "*.tiktoken", "*.jinja", "*.md", "LICEN*", "licen*",
+    "NOTICE*", "COPYING*", "USE_POLICY*",
+)  # fmt: skip
 READ: Final = 64  # elements at most of a tensor whose values are checked, as a knee's: larger ones have shapes alone
 NORM: Final = re.compile(r"(?:^|\.)(?:[qkv]|query|key|value)_(?:layer)?norm\.[^.]+$")  # of heads, in an attention layer
 # The class of most tokenizers, whose name before transformers 5 every version knows, and the one that only Mistral's
@@ -51,40 +49,36 @@ GENERAL: Final = ("TokenizersBackend", "MistralCommonBackend")
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint: the folder or Hub name that was given, its folder, its config, and the class that this names."""
+    """A checkpoint: the folder or Hub name that was given, its folder, its config, and the class that this names.
+
+    `model` is its model on the meta device. It is None for a quantised one, whose quantiser decides on the tensors.
+    """
 
     name: str
     folder: Path
     config: Any
     model_class: Any
-
-    @property
-    def is_quantised(self) -> bool:
-        return getattr(self.config, "quantization_config", None) is not None
+    model: Any = None
 
 
 def open_source(name: str | Path) -> Source:
     """Open a checkpoint in a folder or on the Hub, and compare the headers of its weights with its config.
 
-    Raises FileNotFoundError for a missing folder or file; ValueError, naming the file, for a config that can't be read,
-    an adapter, pickled weights, damaged ones, and ones that are missing or of another shape than the config asks for;
-    OSError if the download fails.
+    Raises FileNotFoundError for a missing folder or file, and for weights that are only pickled; ValueError, naming the
+    file, for a config that can't be read, an adapter, and weights that are damaged, outside the folder, missing, or of
+    another shape than the config asks for; OSError if the download fails.
     """
     folder = _folder(str(name))
-    if (folder / ADAPTER).is_file():  # transformers would load the base model that it names
+    if (folder / "adapter_config.json").is_file():  # transformers would load the base model that it names
         raise ValueError(f"{folder} holds an adapter: merge it into its base model, then convert that")
     config = read_config(folder)
-    if (folder / GENERATION).is_file():
-        try:
-            GenerationConfig.from_pretrained(folder)
-        except Exception as error:  # of various types, which name no file
-            raise ValueError(f"{folder / GENERATION} can't be read ({describe_error(error)})") from error
     source = Source(str(name), folder, config, model_class_of(config, folder))
-    shapes = _stored(folder, plain=not source.is_quantised)
-    if not source.is_quantised:  # else the quantiser decides on the tensors
-        options = {"config": copy.deepcopy(config), "state_dict": shapes, "device_map": "meta"}
-        _load(source, source.model_class, None, ignore_mismatched_sizes=True, **options)
-    return source
+    plain = getattr(config, "quantization_config", None) is None
+    shapes = _stored(folder, plain=plain)
+    if not plain:
+        return source
+    options = {"config": copy.deepcopy(config), "state_dict": shapes, "device_map": "meta"}
+    return replace(source, model=_load(source, None, ignore_mismatched_sizes=True, **options))
 
 
 def read_config(folder: Path) -> Any:
@@ -128,19 +122,17 @@ def load_model(source: Source, **options: Any) -> Any:
 
     Raises ValueError for weights that can't be loaded.
     """
-    return _load(source, source.model_class, source.folder, **{"dtype": "auto", "use_safetensors": True, **options})
+    return _load(source, source.folder, **{"dtype": "auto", "use_safetensors": True, **options})
 
 
 def load_causal(source: Source, **options: Any) -> Any:
-    """`load_model` with the head of a causal language model. Raises ValueError for a model with another head."""
-    named = "".join((source.config.architectures or [])[:1])
-    if named.endswith(OTHER_HEADS):
+    """`load_model` for a model that predicts tokens. Raises ValueError for one with another head, or none."""
+    if source.model is not None and source.model.get_output_embeddings() is None:
         raise ValueError(
-            f"{source.folder / CONFIG}: the checkpoint is a {named}, which predicts no tokens to measure: give a "
-            "causal language model (a card needs no text)"
+            f"{source.folder / CONFIG}: the checkpoint is a {source.model_class.__name__}, which predicts no tokens to "
+            "measure: give a causal language model (a card needs no text)"
         )
-    options = {"dtype": "auto", "use_safetensors": True, "trust_remote_code": False, **options}
-    model = _load(source, AutoModelForCausalLM, source.folder, **options)
+    model = load_model(source, **options)
     model.name_or_path = source.name
     return model
 
@@ -154,6 +146,11 @@ def load_tokenizer(name: str | Path) -> Any:
         raise kind(f"{name}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer."""
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
 def copied_files(source: Source) -> list[Path]:
     """Return the files of a checkpoint that its conversion copies: tokenizer, processor, templates, licence, card."""
     return [file for file in side_files(source.folder) if file.name not in GENERATED]
@@ -164,10 +161,10 @@ def copy_files(source: Source, target: Path, *, card: bool = True) -> None:
 
     Raises ValueError for links out of the folder and for a tokenizer that can't be loaded.
     """
-    names = [file for file in copied_files(source) if card or file.name != CARD]
-    for name in names:
-        (target / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(source.folder / name, target / name)
+    for name in copied_files(source):
+        if card or name.name != CARD:
+            (target / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source.folder / name, target / name)
     keep_tokenizer_class(source.folder, target)
 
 
@@ -177,7 +174,7 @@ def keep_tokenizer_class(folder: Path, target: Path) -> None:
     transformers selects the class of a tokenizer by the model type if its config names none, and for some types if it
     names one. The copy belongs to another model type, and another class would split text differently.
     """
-    if not any((target / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(target):
         return
     found, path = type(load_tokenizer(folder)).__name__, target / "tokenizer_config.json"
     settings = read_json(path) if path.is_file() else {}
@@ -192,12 +189,11 @@ def _folder(name: str) -> Path:
     path = user_path(name, "the source")
     if path.is_dir():
         return path
-    if path.exists() or is_path(name):
+    if path.exists() or not is_repo_id(name):
         raise FileNotFoundError(f"{name} is no folder: expected one with a checkpoint, or the name of one on the Hub")
-    hub_token()  # each request sends it
     try:
         unwanted = ["original/*", "onnx/*", "consolidated*"]
-        return Path(snapshot_download(name, allow_patterns=[*DOWNLOADED, *LICENCES], ignore_patterns=unwanted))
+        return Path(snapshot_download(name, allow_patterns=[*DOWNLOADED], ignore_patterns=unwanted))
     except (OSError, HTTPError) as error:
         message = getattr(error, "server_message", None) or str(error).strip().partition("\n")[0]
         raise OSError(
@@ -209,8 +205,8 @@ def _folder(name: str) -> Path:
 def _stored(folder: Path, *, plain: bool) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint by name, from the files that transformers reads: large ones as shapes alone.
 
-    Raises FileNotFoundError without weights, ValueError, naming the file, for pickled or damaged ones, and in a `plain`
-    checkpoint for quantised ones.
+    Raises FileNotFoundError without weights in safetensors, ValueError, naming the file, for ones that are damaged or
+    outside the folder, and in a `plain` checkpoint for quantised ones.
     """
     if (folder / SINGLE).is_file():
         files = [SINGLE]
@@ -219,27 +215,24 @@ def _stored(folder: Path, *, plain: bool) -> dict[str, Tensor]:
         named = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(named, dict) or not named:
             raise ValueError(f'{folder / INDEX} has no "weight_map" from tensors to files: download it again')
-        if foreign := [file for file in named.values() if not isinstance(file, str) or not SHARD.fullmatch(file)]:
-            raise ValueError(
-                f"{folder / INDEX} names {shorten(foreign[0])}, expected .safetensors files of this folder"
-            )
-        files = sorted({*named.values()})
-    elif pickled := [file for file in PICKLED if (folder / file).is_file()]:
-        raise ValueError(
-            f"{folder / pickled[0]}: only pickled weights are there, and a pickle can run code when it is read. Look "
-            "for a safetensors version; if you trust it, load it with from_pretrained, and save it with save_pretrained"
-        )
+        files = sorted({str(file) for file in named.values()})
     else:
-        raise FileNotFoundError(f"{folder} holds no weights: expected {SINGLE} or {INDEX}")
+        raise FileNotFoundError(
+            f"{folder} holds no {SINGLE} and no {INDEX}. Pickled weights are not read, because a pickle can run code: "
+            "if you trust them, load them with from_pretrained, and save them with save_pretrained"
+        )
     found: dict[str, Tensor] = {}
     for file in files:
-        if not (folder / file).is_file():
-            raise FileNotFoundError(f"{folder / file} is missing: {INDEX} names it. Download the checkpoint again")
+        if not os.path.isfile(folder / file):  # pathlib's raises for a name that is too long
+            raise FileNotFoundError(
+                f"{folder / INDEX} names {shorten(file)}, which is missing: download the checkpoint again"
+            )
+        check_inside(folder, folder / file)
         try:
             with safe_open(folder / file, "pt") as weights:
                 for name in weights.keys():  # noqa: SIM118  # a handle, not a mapping
                     shape, dtype = weights.get_slice(name).get_shape(), weights.get_slice(name).get_dtype()
-                    if plain and name.endswith(".weight") and dtype not in FLOATS:
+                    if plain and name.endswith(".weight") and dtype not in ("F64", "F32", "F16", "BF16"):
                         raise ValueError(f"{folder / file}: {name} is stored as {dtype}: dequantise it first")
                     small = torch.Size(shape).numel() <= READ
                     found[name] = weights.get_tensor(name) if small else torch.empty(shape, device="meta")
@@ -264,35 +257,33 @@ def quiet_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _load(source: Source, loader: Any, place: Path | None, **options: Any) -> Any:
-    """Load by `loader.from_pretrained`, and refuse weights that do not fit."""
+def _load(source: Source, place: Path | None, **options: Any) -> Any:
+    """Load by the class's `from_pretrained`, and refuse weights that do not fit."""
+    named = source.model_class.__name__
     try:
         with quiet_transformers():
-            model, info = loader.from_pretrained(place, output_loading_info=True, **options)
+            model, info = source.model_class.from_pretrained(place, output_loading_info=True, **options)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises various types
         text = str(error) if isinstance(error, ValueError) else describe_error(error)
         if str(source.folder) in text:
             raise
-        for unknown in ("the checkpoint: ", "state_dict: "):  # it knows no folder
-            text = text.removeprefix(unknown)
-        text = " ".join(text.split())
-        raise ValueError(f"{source.folder}: {text} (the class is {loader.__name__})") from error
+        raise ValueError(f"{source.folder}: {' '.join(text.split())} (the class is {named})") from error
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ValueError(
-            f"{source.folder}: no weights for {missing[0]}{more}, which {CONFIG} asks for ({loader.__name__}). "
+            f"{source.folder}: no weights for {missing[0]}{more}, which {CONFIG} asks for ({named}). "
             "transformers would fill in random values. Is the download complete?"
         )
     for name, got, expected in sorted(info["mismatched_keys"]):
         raise ValueError(
             f"{source.folder}: {name} has shape {list(got)}, expected {list(expected)}, as {CONFIG} asks for "
-            f"({loader.__name__}). Restore the {CONFIG} or the weights that belong together"
+            f"({named}). Restore the {CONFIG} or the weights that belong together"
         )
     if norms := sorted(filter(NORM.search, info["unexpected_keys"])):
         raise ValueError(
-            f"{source.folder}: {norms[0]} is the weight of a norm that a {loader.__name__} does not have, by its "
+            f"{source.folder}: {norms[0]} is the weight of a norm that a {named} does not have, by its "
             f"{CONFIG}. Restore the {CONFIG} that belongs to these weights"
         )
     return model

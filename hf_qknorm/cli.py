@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from textwrap import shorten
 from typing import Annotated, Any
 
@@ -72,9 +72,8 @@ def demo(
     scheme: SchemeOption = "qk_norm_cap",
     base_steps: Annotated[int, Option(min=1, metavar="N", help="Steps of training for the small Llama.")] = 120,
     steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of continued training: 120.")] = None,
-    rate: Annotated[float, Option(min=1e-12, metavar="N", help="The usual rate; ten times it runs too.")] = 1e-3,
+    rate: Annotated[float, Option(min=1e-12, max=1, metavar="N", help="The usual rate; ten times it runs too.")] = 1e-3,
     out: Out = "./qknorm-demo",
-    seed: Annotated[int, Option(min=0, max=2**32 - 1, metavar="N", help="The seed of weights and batches.")] = 0,
 ) -> None:
     """Train, convert, train on, compare and plot a small model.
 
@@ -82,7 +81,7 @@ def demo(
     """
     from hf_qknorm.demo import run_demo
 
-    run_demo(data, checkpoint, scheme, base_steps=base_steps, steps=steps, rate=rate, out=out, seed=seed)
+    run_demo(data, checkpoint, scheme, base_steps=base_steps, steps=steps, rate=rate, out=out)
 
 
 @command()
@@ -128,20 +127,18 @@ def convert(
     """Convert a checkpoint to a scheme, into a new folder. With --data it keeps what the model knew."""
     from hf_qknorm import convert_checkpoint
 
-    options: dict[str, Any] = {"knee": knee, "length": length, "max_loss_increase": max_loss_increase}
-    _check_needed(data, **options)
-    options |= {} if data is None else {"max_tokens": max_tokens}
-    options |= {"max_memory": max_memory, "exportable": exportable, "standalone": standalone, "overwrite": overwrite}
-    convert_checkpoint(source, destination, scheme, data=data, dry_run=True, **options)  # prints the plan
+    options: dict[str, Any] = {"data": data, "max_tokens": None if data is None else max_tokens, "dry_run": dry_run}
+    options |= {"knee": knee, "length": length, "max_loss_increase": max_loss_increase, "max_memory": max_memory}
+    options |= {"exportable": exportable, "standalone": standalone, "overwrite": overwrite}
+    report = convert_checkpoint(source, destination, scheme, **options)
     if dry_run:
         echo("\ndry run: nothing was written")
         return
-    report = convert_checkpoint(source, destination, scheme, data=data, **options)
     if report is not None:
-        echo(f"\n{report.table()}")
+        echo(f"{report.table()}\n")
     elif scheme.norms:
-        echo("\nthe gains are fresh, and the model has lost part of what it learned: --data TEXT keeps it")
-    echo(f"\nwritten: {destination}")
+        echo("the gains are fresh, and the model has lost part of what it learned: --data TEXT keeps it\n")
+    echo(f"written: {destination}")
     echo(f"load it with `import hf_qknorm`{' or trust_remote_code=True' if standalone else ''}, by from_pretrained")
 
 
@@ -157,13 +154,12 @@ def export(
 ) -> None:
     """Write a patched checkpoint as a plain model of transformers.
 
-    It computes the same. With --data norms that still act are taken off, and the loss is measured before and after.
+    It computes the same. With --data norms that still act are taken off, and the loss before and after is logged.
     """
     from hf_qknorm import export_native
 
-    options: dict[str, Any] = {"length": length, "max_loss_increase": max_loss_increase}
-    _check_needed(data, **options)
-    echo(export_native(source, destination, data=data, max_tokens=max_tokens, overwrite=overwrite, **options))
+    limits: dict[str, Any] = {"length": length, "max_loss_increase": max_loss_increase, "max_tokens": max_tokens}
+    echo(export_native(source, destination, data=data, overwrite=overwrite, **limits))
 
 
 @command()
@@ -206,7 +202,7 @@ def monitor(
 
     picture = user_path(out, "--out")
     check_writable(picture)
-    if picture.exists() and picture.samefile(Path(log).expanduser()):
+    if os.path.realpath(picture) == os.path.realpath(os.path.expanduser(log)):
         raise FileExistsError(f"{out} is the log itself: give another picture")
     samples = read_log(log)
     if not samples:
@@ -243,13 +239,6 @@ def schemes() -> None:
     example = 'or fields, which all have a default, as JSON: \'{"q": "rms", "k": "rms", "softcap": 30}\''
     presets, fields = ("\n".join(f"{name:14}{x}" for name, x in table.items()) for table in (SCHEMES, field_values()))
     echo(f"{presets}\n\n{example}\n\n{fields}")
-
-
-def _check_needed(data: str | None, **options: Any) -> None:
-    """Raise ValueError for options that only measure, without data to measure on."""
-    given = [name.replace("_", "-") for name, value in options.items() if value is not None]
-    if data is None and given:
-        raise ValueError(f"--{given[0]} is for a measurement: give --data TEXT as well")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,21 +6,18 @@ import copy
 import logging
 import math
 import shlex
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM
 
 from hf_qknorm.calibration.calibrate import calibrate
 from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source, quiet_transformers
@@ -28,10 +25,8 @@ from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_fixed
-from hf_qknorm.files.names import other_files
-from hf_qknorm.files.paths import check_folder, user_path
+from hf_qknorm.files.paths import check_folder, check_writable, user_path
 from hf_qknorm.files.progress import progress_bar
-from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.batches import check_batches
 from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import check_text, load_text, sample_batches, sequence_length, tokenize
@@ -44,25 +39,13 @@ from hf_qknorm.scheme import Scheme
 from hf_qknorm.small_model import LENGTH, Run, aligned, byte_tokenizer, mean_loss, measure, small_llama, train
 from hf_qknorm.training.removal import remove_norms
 
-REPORT, PLOT, MODEL = WRITTEN = ("report.json", "demo.png", "model")
+REPORT, PLOT, MODEL = WRITTEN = ("demo.json", "demo.png", "model")
 BATCH, RUN_BATCH = 8, 4  # sequences in a batch, and in one of continued training
 STEPS, BASE_RATE, TIMES = 120, 2e-3, 10  # of continued training; of the small Llama; of the usual rate, for two runs
 LOOKS = 6  # evaluations of a run after the first
-WIDTH, LEVEL = 118, 5e-4  # characters of a line with a text; nats, below which differences round to zero
+WIDTH = 118  # characters of a line with a text
 Batches = dict[str, list[Tensor]]
 BAR: Final = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, about {remaining} left"
-# Run in a new process: the checkpoint's class, and the largest difference of its logits from stored ones.
-RELOAD = """
-import sys, torch, hf_qknorm
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-torch.set_num_threads(int(sys.argv[3]))  # the last digits of sums depend on it
-model, stored = AutoModelForCausalLM.from_pretrained(sys.argv[1]).eval(), load_file(sys.argv[2])
-AutoTokenizer.from_pretrained(sys.argv[1])
-with torch.no_grad():
-    difference = float((model(input_ids=stored["input_ids"]).logits - stored["logits"]).abs().max())
-print(f"reloaded in a new process as {type(model).__name__}: logits differ by {difference:g}", end="")
-"""
 
 
 def run_demo(
@@ -74,28 +57,27 @@ def run_demo(
     steps: int | None = None,
     rate: float = 1e-3,
     out: str = "./qknorm-demo",
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Run the demo: print its progress and results, write the folder `out`, and return the report.
+) -> None:
+    """Run the demo: print its progress and results, and write report, figure and model into the folder `out`.
 
-    The folder appears once the model is converted, whole. From then on report and figure are replaced after each run,
-    and when the demo is interrupted. The folder of an earlier demo is replaced. The small Llama computes with one
-    thread; a checkpoint, not trained on by default, with as many as torch has.
+    The converted model, report and figure replace those of an earlier demo, each as a whole: report and figure after
+    the conversion, and after each run. The small Llama computes with one thread; a checkpoint, not trained on by
+    default, with as many as torch has.
 
-    Raises, before any work, ValueError for a rate that is not finite and > 0, and FileExistsError for other files.
+    Raises OSError, before any work, for a folder that can't be written to, or that holds other files than a checkpoint
+    under the name of the model's.
     """
     folder, scheme = user_path(out, "out"), Scheme.of(scheme)
-    check_positive(rate, "rate")
-    options: dict[str, Any] = {"sources": [checkpoint, data], "marker": REPORT, "others": _other_files}
-    check = partial(check_folder, folder, overwrite=True, **options)
+    check_writable(folder / REPORT, folder / PLOT)
+    check = partial(check_folder, folder / MODEL, overwrite=True, sources=[checkpoint, data])
     check()
     check_text(data)
     logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the tables have the same numbers
     threads, more = torch.get_num_threads(), STEPS if steps is None and checkpoint is None else steps or 0
     torch.set_num_threads(1 if checkpoint is None else threads)
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     try:
-        tokenizer, base, batches = _prepare(data, checkpoint, scheme, base_steps, more, seed)
+        tokenizer, base, batches = _prepare(data, checkpoint, scheme, base_steps, more)
         then, text = ", and train it on beside the unpatched model" * bool(more), data or "Python's standard library"
         print(f"Demo: convert {checkpoint or 'a small Llama'} to {scheme}{then}.\nCtrl-C keeps the results so far.")
         print(f"Losses are in nats per token, on the last tenth of the text: {text}.\n", flush=True)
@@ -103,27 +85,24 @@ def run_demo(
             if checkpoint is None:
                 _train_base(base, batches, bar)
             models, report = _convert(base, scheme, batches, bar)
-            with new_folder(folder, check) as new:
-                with quiet_transformers():
-                    models["calibrated"].eval().save_pretrained(new / MODEL)  # with the record of its calibration
-                tokenizer.save_pretrained(new / MODEL)
-                write_card(new / MODEL)
-                report["reloaded"] = _reload(models["calibrated"], batches["held_out"][0], new / MODEL)
-                _write(report, [], new)
+            with new_folder(folder / MODEL, check) as new, quiet_transformers():
+                models["calibrated"].eval().save_pretrained(new)  # with the record of its calibration
+                tokenizer.save_pretrained(new)
+                write_card(new)
+                report["reloaded"] = _reload(models["calibrated"], batches["held_out"][0], new)
+            _write(report, [], folder)
             _say(f"   figure: {folder / PLOT}\n   checkpoint: {folder / MODEL}, {report['reloaded']}")
-            runs = _train_on(models, batches, rate, seed, bar, partial(_write, report, folder=folder)) if more else []
+            if more:
+                _train_on(models, batches, rate, bar, partial(_write, report, folder=folder))
     finally:
         torch.set_num_threads(threads)
-    if runs:
-        print(f"\n{summary(runs, rate)}")
     print(f"\nwritten: {', '.join(str(folder / name) for name in WRITTEN)}")
     print(f"next step: hf-qknorm inspect {shlex.quote(str(folder / MODEL))} (this model, head by head)")
     print("then, with your own model and text: hf-qknorm convert CKPT NEW --data TEXT")
-    return report
 
 
 def _prepare(
-    data: str | None, checkpoint: str | None, scheme: Scheme, base_steps: int, steps: int, seed: int
+    data: str | None, checkpoint: str | None, scheme: Scheme, base_steps: int, steps: int
 ) -> tuple[Any, Any, Batches]:
     """Tokenizer, model and batches. Batches come first: too little text is found before a model is loaded."""
 
@@ -131,9 +110,9 @@ def _prepare(
         text = load_text(data)
         seen, rest = (tokenize(tokenizer, part) for part in (text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]))
         sizes = {"base": (base_steps, BATCH), "calibration": (8, BATCH), "continued": (steps, RUN_BATCH)}
-        draws = enumerate(sizes.items(), start=seed + 1)
+        draws = enumerate(sizes.items(), start=1)
         batches = {name: sample_batches(seen, *size, length, number) for number, (name, size) in draws}
-        return batches | {"held_out": sample_batches(rest, 4, BATCH, length, seed)}
+        return batches | {"held_out": sample_batches(rest, 4, BATCH, length, 0)}
 
     if checkpoint is None:
         tokenizer = byte_tokenizer()
@@ -167,7 +146,7 @@ def _say(text: str) -> None:
 def _train_base(base: Any, batches: Batches, bar: Any) -> None:
     bar.set_description_str("training a small Llama")
     tokens, steps = batches["base"][0].numel(), len(batches["base"])
-    train(base, batches["base"], BASE_RATE, warmup=20, decay=True, each_step=lambda n: bar.update(tokens * bool(n)))
+    train(base, batches["base"], BASE_RATE, warmup=20, each_step=lambda n: bar.update(tokens * bool(n)))
     size, loss = sum(p.numel() for p in base.parameters()) / 1e6, mean_loss(base, batches["held_out"])
     _say(f"trained: a Llama of {size:.1f} million parameters: loss {loss:.3f} after {steps} steps\n")
 
@@ -202,50 +181,35 @@ def _without_norms(model: Any, batches: list[Tensor]) -> str:
 
 
 def _reload(model: Any, batch: Tensor, folder: Path) -> str:
-    """Load the saved checkpoint in a new process, and compare its logits with the model's."""
+    """Load the saved checkpoint, and compare its logits with the model's."""
+    again = AutoModelForCausalLM.from_pretrained(folder).eval()
     with torch.no_grad():
-        logits = model(input_ids=batch).logits
-    with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
-        expected = Path(temporary, "expected.safetensors")
-        save_file({"input_ids": batch, "logits": logits.contiguous()}, expected)
-        command = [sys.executable, "-c", RELOAD, str(folder), str(expected), str(torch.get_num_threads())]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"the saved checkpoint could not be loaded in a new process:\n{done.stderr}")
-    return done.stdout
+        difference = float((again(input_ids=batch).logits - model(input_ids=batch).logits).abs().max())
+    return f"reloaded as {type(again).__name__}: logits differ by {difference:g}"
 
 
-def _train_on(
-    models: dict[str, Any], batches: Batches, rate: float, seed: int, bar: Any, write: Callable[..., None]
-) -> list[Run]:
+def _train_on(models: dict[str, Any], batches: Batches, rate: float, bar: Any, write: Callable[..., None]) -> None:
     """Train a copy of each model at each rate, on the same batches; report and figure are written after each."""
     steps, tokens = len(batches["continued"]), batches["continued"][0].numel()
     every, looking = max(steps // LOOKS, 1), sum(batch.numel() for batch in batches["held_out"]) // 2
     _say(f"\ntrained on: {steps} more steps from unpatched and from calibrated, on the same text in the same order")
     _say(aligned("", "loss before", "loss after", "largest |logit|"))
     runs: list[Run] = []
-    try:
-        for pace, (name, start) in product((TIMES * rate, rate), models.items()):
-            model, run = copy.deepcopy(start), Run(name, pace)
-            bar.set_description_str(f"{name}, rate {pace:g}")
+    for pace, (name, start) in product((TIMES * rate, rate), models.items()):
+        model, run = copy.deepcopy(start), Run(name, pace)
+        bar.set_description_str(f"{name}, rate {pace:g}")
 
-            def look(step: int, model: Any = model, run: Run = run) -> None:
-                bar.update(tokens if step else 0)
-                if step % every == 0 or step == steps:
-                    run.measured[step] = measure(model, batches["held_out"])
-                    bar.update(looking)
-                    runs.extend([run] * (not step))
+        def look(step: int, model: Any = model, run: Run = run) -> None:
+            bar.update(tokens if step else 0)
+            if step % every == 0 or step == steps:
+                run.measured[step] = measure(model, batches["held_out"])
+                bar.update(looking)
 
-            torch.manual_seed(seed)  # the same dropout in all runs
-            train(model, batches["continued"], pace, warmup=steps // 10, decay=True, each_step=look)
-            _say(run.row(steps))
-            write(runs)
-    except BaseException:
+        torch.manual_seed(0)  # the same dropout in all runs
+        train(model, batches["continued"], pace, warmup=steps // 10, each_step=look)
+        runs.append(run)
+        _say(run.row())
         write(runs)
-        if runs and runs[-1].steps < steps:
-            _say(runs[-1].row(steps))
-        raise
-    return runs
 
 
 def _write(report: dict[str, Any], runs: list[Run], folder: Path) -> None:
@@ -254,32 +218,3 @@ def _write(report: dict[str, Any], runs: list[Run], folder: Path) -> None:
 
     draw_demo(report["conversion"], runs, folder / PLOT)
     save_json(to_json({**report, "runs": runs}), folder / REPORT)
-
-
-def _other_files(folder: Path) -> list[str]:
-    """The files and folders that no demo writes."""
-    found = [item.name for item in sorted(folder.iterdir()) if item.name not in WRITTEN]
-    return found + ([f"{MODEL}/{name}" for name in other_files(folder / MODEL)] if (folder / MODEL).is_dir() else [])
-
-
-def summary(runs: list[Run], usual: float) -> str:
-    """How both models ended, for each learning rate at which both were trained to the same step."""
-    lines = []
-    for first, second in zip(runs[::2], runs[1::2], strict=False):
-        times = "" if first.rate == usual else f", {first.rate / usual:g} times {usual:g}"
-        lines.append(f"At a rate of {first.rate:g}{times}:")
-        for run in (first, second):
-            end = _above(run.loss - run.measured[0].loss, "its start")
-            lines.append(f"   the {run.model} model ends {end}, with logits up to {run.max_logit:.0f};")
-        apart = second.loss - first.loss
-        compared = f",\n   and {_above(apart, f'the end of the {first.model} model')}" if math.isfinite(apart) else ""
-        lines[-1] = f"{lines[-1][:-1]}{compared}."
-    return "\n".join(lines)
-
-
-def _above(difference: float, reference: str) -> str:
-    if not math.isfinite(difference):
-        return "at a loss that is not finite"
-    if abs(difference) < LEVEL:
-        return f"level with {reference}"
-    return f"{abs(difference):.3f} nats {'above' if difference > 0 else 'below'} {reference}"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from hf_qknorm.files.formatting import format_fixed
@@ -40,32 +40,29 @@ def small_llama(layers: int = 4) -> PreTrainedModel:
     return LlamaForCausalLM(config)
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups for an optimiser: weight decay on matrices, none on gains and biases."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-
-
 def train(
     model: Any,
     batches: list[Tensor],
     rate: float,
     *,
-    warmup: int = 0,
-    decay: bool = False,
+    warmup: int,
     each_step: Callable[[int], None] = lambda step: None,
 ) -> None:
-    """Make one AdamW step per batch. `each_step(n)` runs after n steps, and before the first."""
-    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=rate, betas=(0.9, 0.95))
+    """Make one AdamW step per batch, at a rate that rises over `warmup` steps and falls along a cosine to a tenth.
+
+    Matrices have a weight decay of 0.1, gains and biases none. `each_step(n)` runs after n steps, and before the first.
+    """
+    groups = [
+        {"params": [p for p in model.parameters() if (p.dim() > 1) == matrices], "weight_decay": 0.1 * matrices}
+        for matrices in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95))
     model.train()
     each_step(0)
     for step, batch in enumerate(batches):
-        factor = min((step + 1) / max(warmup, 1), 1.0)
-        if decay:
-            factor *= 0.1 + 0.45 * (1 + math.cos(math.pi * step / len(batches)))
+        falling = 0.1 + 0.45 * (1 + math.cos(math.pi * step / len(batches)))
         for group in optimizer.param_groups:
-            group["lr"] = rate * factor
+            group["lr"] = rate * falling * min((step + 1) / max(warmup, 1), 1.0)
         model(input_ids=batch, labels=batch, use_cache=False).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -114,11 +111,10 @@ class Run:
         """The largest |logit| of all measurements; NaN counts as larger than any number."""
         return max((each.max_logit for each in self.measured.values()), key=nan_as_inf)
 
-    def row(self, steps: int) -> str:
-        """A line of the table of runs; it names the last step if that is before `steps`."""
+    def row(self) -> str:
+        """A line of the table of runs."""
         cells = (f"{self.measured[0].loss:.3f}", f"{self.loss:.3f}", format_fixed(self.max_logit, 1))
-        ended = "" if self.steps == steps else f"  (after {self.steps} of {steps} steps)"
-        return aligned(f"rate {self.rate:<8g} {self.model}", *cells) + ended
+        return aligned(f"rate {self.rate:<8g} {self.model}", *cells)
 
 
 def aligned(name: str, *cells: str) -> str:

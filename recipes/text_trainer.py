@@ -111,7 +111,7 @@ def start(options: BaseOptions, arguments: Arguments) -> tuple[Any, PreTrainedTo
     text = Text(options.text, options.length, tokenizer)
     print_once(arguments, f"training a small Llama first, for {options.base_steps} steps (or give --checkpoint)")
     batches = text.batches(options.base_steps, arguments.per_device_train_batch_size, arguments.seed)
-    train(model, batches, rate=2e-3, warmup=20, decay=True)
+    train(model, batches, rate=2e-3, warmup=20)
     return model, tokenizer, text
 
 

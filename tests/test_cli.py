@@ -41,16 +41,16 @@ def test_convert(tmp_path, capsys):
     assert cli.main(["convert", source, str(out)]) == 0
     assert "the gains are fresh" in capsys.readouterr().out
     assert cli.main(["convert", source, str(out)]) == 1
-    assert (
-        "exists and is not empty: give another destination, or overwrite=True (--overwrite)" in capsys.readouterr().err
-    )
+    assert "exists and is not empty: give another destination, or overwrite=True (--over" in capsys.readouterr().err
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     options = ["--data", str(tmp_path / "corpus.txt"), "--knee", "4", "--overwrite", "--length", "48"]
     scheme = ["--scheme", '{"q": "rms", "k": "rms", "gain": "per_head"}']
     assert cli.main(["convert", source, str(out), *options, *scheme]) == 0
     text = capsys.readouterr().out
     assert "fresh gains" in text
-    assert f"written: {out}" in text
+    assert text.endswith(
+        f"written: {out}\nload it with `import hf_qknorm` or trust_remote_code=True, by from_pretrained\n"
+    )
     assert AutoModelForCausalLM.from_pretrained(out).config.scheme.gain == "per_head"
     report = json.loads((out / "qk_norm_report.json").read_text())
     assert (report["method"], report["length"]) == ("moments", 48)

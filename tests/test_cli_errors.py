@@ -31,8 +31,8 @@ def places(tmp_path_factory) -> Path:
     (root / "TEXT.txt").write_text(TEXT)
     (root / "FOLDER").mkdir()
     (root / "LOOP").symlink_to("LOOP")
-    (root / "BLOCKED" / "loss.png").mkdir(parents=True)
-    (root / "BLOCKED" / "inspect.json").mkdir()
+    (root / "BLOCKED" / "inspect.json").mkdir(parents=True)
+    (root / "BLOCKED" / "demo.png").mkdir()
     (root / "PHOTOS" / "model").mkdir(parents=True)
     (root / "PHOTOS" / "model" / "one.png").write_text("")
     model = tiny_model("llama", vocab_size=300)
@@ -65,41 +65,35 @@ COMMON = [  # what every command that takes a checkpoint refuses as one
     ("", "is empty, which would mean the working directory"),
 ]
 NO_SOURCE = "the text's source is empty, which would mean the working directory"
-CALIBRATING = {"--max-loss-increase": "0.1", "--knee": "4", "--length": "64"}
+CALIBRATING = ("max-loss-increase", "knee", "length")
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
     (["demo", "--data", ""], NO_SOURCE),
     (["demo", "--data", "EMPTY"], "EMPTY: no text in it"),
     (["convert", "MODEL", "out", "--data", "TEXT.txt", "--max-loss-increase", "nan"], "max_loss_increase=nan is no"),
     (["convert", "MODEL", "out", "--data", "TEXT.txt", "--max-memory", "much"], "is no size of memory"),
-    (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8: it holds null bytes"),
+    (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8"),
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),
     (["demo", "--data", "FILE"], "need more than 257 tokens for sequences of 256, got"),
     (["demo", "--data", "LOOP"], "no such file or folder: LOOP"),
     (["demo", "--data", "no such name"], "no such file or folder: no such name"),
-    (["demo", "--out", "FILE"], "FILE is a file or a link: give the name of a new folder"),
-    (["demo", "--out", "FILE/x"], "FILE is a file: give a folder"),
+    (["demo", "--out", "FILE"], "FILE is a file: give a folder"),
     (["demo", "--out", LONG], "File name too long"),
-    (["demo", "--out", "BLOCKED"], "BLOCKED holds no report.json"),
-    (["demo", "--out", "PHOTOS"], "PHOTOS holds no report.json"),
-    *((["demo", "--data", "TEXT.txt", "--checkpoint", name], message) for name, message in COMMON[:5]),
-    (["demo", "--checkpoint", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
+    (["demo", "--out", "BLOCKED"], "BLOCKED/demo.png is a folder"),
+    (["demo", "--out", "PHOTOS"], "PHOTOS/model holds no config.json"),
+    (["demo", "--data", "TEXT.txt", "--checkpoint", "BROKEN"], "model.safetensors is truncated or corrupted"),
+    (["demo", "--checkpoint", "PICKLE"], "Pickled weights are not read"),
     (["demo", "--checkpoint", "BERT"], "bert has bidirectional attention"),
     (["demo", "--data", "TEXT.txt", "--checkpoint", "NO-TOKENIZER"], "NO-TOKENIZER: no tokenizer can be loaded"),
     (["demo", "--checkpoint", "PATCHED"], "PATCHED is converted already: give the original checkpoint"),
     *((["convert", name, "out"], message) for name, message in COMMON),
-    (["convert", "PICKLE", "out"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
+    (["convert", "PICKLE", "out"], "Pickled weights are not read"),
     (["convert", "MODEL", "FILE"], "FILE is a file or a link"),
     (["convert", "MODEL", "out", "--data", "./nowhere.txt"], NOWHERE),
     (["convert", "MODEL", "out", "--data", "EMPTY"], "EMPTY: no text in it"),
     (["convert", "MODEL", "out", "--data", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
-    *(
-        (
-            ["convert", "./nowhere", "out", option, value],
-            f"{option} is for a measurement: give --data TEXT as well",
-        )
-        for option, value in CALIBRATING.items()
-    ),
+    *((["convert", "./nowhere", "out", f"--{x}", "64"], " is for a calibration, on text: pass") for x in CALIBRATING),
+    (["convert", "./nowhere", "out", "--exportable"], "exportable is for a calibration, on text: pass data="),
     (
         ["convert", "MODEL", "out", "--data", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"],
         "knee=4.0: expected 0 unless q, k or v is normed",
@@ -109,10 +103,7 @@ ERRORS = [
         for text in ("0", "-8GB", "much", "8XB", "", "9" * 400)
     ),
     (["convert", "MODEL", "out", "--data", "FILE"], "gives 0 tokens to predict, expected at least 16"),
-    (
-        ["convert", "MODEL", "out", "--data", "FILE", "--dry-run"],
-        "gives 0 tokens to predict, expected at least 16",
-    ),
+    (["convert", "MODEL", "out", "--data", "FILE", "--dry-run"], "gives 0 tokens to predict, expected at least 16"),
     (["convert", "NO-TOKENIZER", "out", "--data", "TEXT.txt", "--dry-run"], "no tokenizer can be loaded"),
     (["convert", "SMALL", "out", "--data", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
     (["convert", "MODEL", "out", "--data", ""], NO_SOURCE),
@@ -122,15 +113,11 @@ ERRORS = [
     (["inspect", "./nowhere", "--data", "BINARY"], "BINARY is no text in UTF-8"),
     (["inspect", "nowhere"], "nowhere is no folder here, and the download from the Hub failed"),
     (["inspect", "MODEL", "--data", "FILE"], "gives 0 tokens to predict, expected at least 16"),
-    (
-        ["inspect", "MODEL", "--max-tokens", "1"],
-        "gives 0 tokens to predict, expected at least 16: give more text, or a larger",
-    ),
+    (["inspect", "MODEL", "--max-tokens", "1"], "gives 0 tokens to predict, expected at least 16: give more text, or"),
     (["inspect", "SMALL", "--data", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
-    (["inspect", "PICKLE"], "PICKLE/pytorch_model.bin: only pickled weights are there"),
+    (["inspect", "PICKLE"], "Pickled weights are not read"),
     (["inspect", "BERT"], "bert has bidirectional attention"),
     (["inspect", "./nowhere", "--out", "FILE"], "FILE is a file: give a folder"),
-    (["inspect", "./nowhere", "--out", "FILE/x"], "FILE is a file: give a folder"),
     (["inspect", "./nowhere", "--out", "BLOCKED"], "BLOCKED/inspect.json is a folder"),
     (["monitor", "./nowhere.jsonl"], "no such file: ./nowhere.jsonl"),
     (["monitor", "EMPTY"], "EMPTY: the log holds no sample yet"),
@@ -139,10 +126,9 @@ ERRORS = [
     (["monitor", "TEXT.txt"], "TEXT.txt: the log holds no sample yet"),
     (["monitor", "./nowhere.jsonl", "--out", "FOLDER"], "FOLDER is a folder, and a file is to be written there"),
     (["monitor", "./nowhere.jsonl", "--out", "FILE/x.png"], "FILE is a file: give a folder"),
-    *((["export", name, "out"], "") for name, _ in COMMON),
+    (["export", "BROKEN", "out"], "model.safetensors is truncated or corrupted"),
     (["export", "NULL", "out"], "NULL/config.json can't be read (TypeError"),
-    (["inspect", "LISTED", "--data", "TEXT.txt"], "LISTED/generation_config.json can't be read (TypeError"),
-    (["convert", "LISTED", "out"], "LISTED/generation_config.json can't be read (TypeError"),
+    (["convert", "LISTED", "out"], "LISTED: "),
     (["export", "MODEL", "out"], "MODEL is a plain llama, not a patched model"),
     (["export", "PATCHED", "FILE"], "FILE is a file or a link"),
     (["card", "./nowhere"], "nowhere/config.json is missing"),
@@ -152,7 +138,7 @@ ERRORS = [
     (["card", "PATCHED", "--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
     (["export", "PATCHED", "out", "--data", ""], NO_SOURCE),
     (["push", "PATCHED", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
-    (["push", "PATCHED", "me/tiny"], "HF_HUB_OFFLINE is set"),
+    (["push", "PATCHED", "me/tiny"], "offline mode is enabled"),
     (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),
     (["push", "FILE", "me/tiny"], "FILE is no folder: expected one with a checkpoint"),
     (["push", "MODEL", "me/tiny"], "or patch the model and save it. `hf upload` pushes plain models, as exports are"),
@@ -167,12 +153,8 @@ USAGE = [
     (["inspect", "x", "--texts", "y"], "No such option: --texts"),
     *((["demo", "--steps", text], "Invalid value for '--steps'") for text in ("0", "-1", "abc", "1.5", "")),
     (["demo", "--base-steps", "9" * 5000], "Invalid value for '--base-steps'"),
-    *((["demo", "--rate", text], "Invalid value for '--rate'") for text in ("nan", "0", "-1", "fast")),
-    (["demo", "--seed", "-1"], "Invalid value for '--seed'"),
-    *(
-        (["inspect", "x", "--cap", text], "Invalid value for '--cap'")
-        for text in ("nan", "inf", "0", "-1", "", "1e300")
-    ),
+    *((["demo", "--rate", text], "Invalid value for '--rate'") for text in ("nan", "inf", "0", "-1", "fast")),
+    *((["inspect", "x", "--cap", text], "Invalid value for '--cap'") for text in ("nan", "inf", "0", "-1", "1e300")),
     *((["convert", "x", "y", "--knee", text], "Invalid value for '--knee'") for text in ("nan", "-1")),
     (["convert", "x", "y", "--scheme", "QK_NORM"], "unknown scheme 'QK_NORM', did you mean 'qk_norm'? Presets: none"),
     (["convert", "x", "y", "--scheme", '{"q": rms}'], "Expecting value: line 1 column 7"),
@@ -219,16 +201,6 @@ def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     assert status == 2
     assert message in error
     assert re.search(r"\(see hf-qknorm( \w+)? --help\)$", error.rstrip())
-
-
-@pytest.mark.parametrize("command", ["convert", "inspect"])
-def test_a_malformed_token_is_reported_before_any_request(tmp_path, capsys, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_TOKEN", "hf_secret\u200b")
-    status, error = refused([command, "me/tiny", *(["out"] if command == "convert" else [])], capsys)
-    assert status == 1
-    assert "HF_TOKEN, or saved by `hf auth login`) holds a character that no token has" in error
-    assert "secret" not in error
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):

@@ -1,1 +1,1 @@
-"""Checkpoints converted to a scheme, measured again, described by a card, and pushed to the Hub."""
+"""Checkpoints converted to a scheme, exported, described by a card, and pushed to the Hub."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import filecmp
 import logging
 import math
 import os
 import re
-import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,25 +13,24 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_qknorm.attend.functions import CAP_BACKENDS
-from hf_qknorm.checkpoint import read_config
-from hf_qknorm.convert import papers
+from hf_qknorm.checkpoint import has_tokenizer, read_config
 from hf_qknorm.families import family_of_type
 from hf_qknorm.families.class_names import PREFIX, classes_of
 from hf_qknorm.families.counterparts import counterpart
-from hf_qknorm.files.atomic_io import replace_file, replace_text
+from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
-from hf_qknorm.files.hub_names import check_repo_id
-from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT, TOKENIZER_FILES
+from hf_qknorm.files.hub_names import check_repo_id, is_repo_id
+from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure.predictions import predictions_of
 from hf_qknorm.model.configs import QKNormConfig
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.reports.report import Calibration
 
 logger = logging.getLogger("hf_qknorm")
 TAG: Final = "hf_qknorm"  # identifies a card that this package generated
 PLACEHOLDER: Final = "OWNER/NAME"
 INHERITED: Final = ("license", "license_name", "license_link", "language", "datasets", "base_model")
-ENTRIES, LENGTH = 200, 200  # limits on an inherited list, and on a text in it
 TASKS: Final = {  # the Hub's task names by Auto class
     "AutoModel": "feature-extraction",
     "AutoModelForCausalLM": "text-generation",
@@ -61,19 +58,17 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None, b
     config = read_config(path)
     if not isinstance(config, QKNormConfig):
         raise ValueError(f"{path} holds a plain {config.model_type}: convert it first (hf-qknorm convert)")
-    report = current_report(path)
-    if report is not None and report.scheme != config.scheme:
-        raise ValueError(
-            f"{path / REPORT} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the report, "
-            "or calibrate again"
-        )
-    base_model = report.base_model if base_model is None and report is not None else base_model
-    data = _card_data(path, config, report, repo_id, base_model)
-    bases = [data.base_model] if isinstance(data.base_model, str) else data.base_model or []
-    template = Path(__file__).with_name("card.md.jinja")
+    report = _report(path, config)
+    fields = _inherited(path / CARD)
+    if base := base_model or (report.base_model if report is not None else None):
+        fields["base_model"] = base
+    bases = [listed] if isinstance(listed := fields.get("base_model", []), str) else listed
     context = _context(path, config, report) | {"repo": repo_id or PLACEHOLDER, "bases": bases}
-    title = _title(config, repo_id, bases, report)
-    card = ModelCard.from_template(data, template_path=str(template), title=title, **context)
+    start = bases[0] if bases else type(config).__name__.removeprefix("QKNorm").removesuffix("Config")
+    context["title"] = (repo_id or f"{start} with {context['description']}").rpartition("/")[2]
+    data = _card_data(config, report, fields, context["title"])
+    template = Path(__file__).with_name("card.md.jinja")
+    card = ModelCard.from_template(data, template_path=str(template), **context)
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
 
 
@@ -84,32 +79,25 @@ def write_card(
 
     A card by hf_qknorm is replaced; any other README.md is kept as README.original.md.
 
-    Raises what `render_card` raises, and FileExistsError for a different README.original.md, before it writes anything.
+    Raises what `render_card` raises, and FileExistsError if there is a README.original.md to keep already, before it
+    writes anything.
     """
     path = user_path(folder, "the checkpoint")
-    text, report = render_card(path, repo_id=repo_id, base_model=base_model), current_report(path)
-    kept = [KEPT_CARD] if _must_keep_card(path) else []
-    if kept:
-        replace_file(path / KEPT_CARD, lambda temporary: shutil.copyfile(path / CARD, temporary))
-    drawn = [PLOT] if report is not None else []
+    text, report = render_card(path, repo_id=repo_id, base_model=base_model), _report(path)
+    card, kept, plot = path / CARD, path / KEPT_CARD, path / PLOT
+    keeps = card.is_file() and not (card.is_symlink() or is_generated_card(card))  # a link's target stays
+    if keeps and os.path.lexists(kept):
+        raise FileExistsError(f"{card} would be kept as {kept}, which exists already: move one of them away")
     if report is not None:
         from hf_qknorm.plots import draw_calibration  # imports matplotlib
 
-        draw_calibration(report, path / PLOT)
-    replace_text(path / CARD, text)
-    if not drawn:  # of an earlier report
-        (path / PLOT).unlink(missing_ok=True)
-    return tuple(path / name for name in (CARD, *drawn, *kept))
-
-
-def current_report(folder: Path) -> Calibration | None:
-    """Return the report in `folder`, None without one. Raises ValueError, naming the file, for a broken one."""
-    if not (folder / REPORT).is_file():
-        return None
-    try:
-        return Calibration.load(folder / REPORT)
-    except ValueError as error:
-        raise ValueError(f"{error}. Remove the file, or convert again") from error
+        draw_calibration(report, plot)
+    else:
+        plot.unlink(missing_ok=True)  # of an earlier report
+    if keeps:
+        card.rename(kept)
+    replace_text(card, text)
+    return (card, *[plot] * (report is not None), *[kept] * keeps)
 
 
 def is_generated_card(path: Path) -> bool:
@@ -124,14 +112,26 @@ def auto_class(config: Any) -> str:
     return next((auto for auto in found if auto in TASKS), next(iter(found), "AutoModel"))
 
 
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has files of a tokenizer."""
-    return any((folder / file).is_file() for file in TOKENIZER_FILES)
-
-
 def reads_text(config: Any) -> bool:
     """Return whether a model has a vocabulary, and so a tokenizer."""
     return getattr(config.get_text_config(), "vocab_size", None) is not None
+
+
+def _report(folder: Path, config: Any = None) -> Calibration | None:
+    """Return the report in `folder`, None without one. Raises ValueError, naming it, for a broken or foreign one."""
+    path = folder / REPORT
+    if not path.is_file():
+        return None
+    try:
+        report = Calibration.load(path)
+    except ValueError as error:
+        raise ValueError(f"{error}. Remove the file, or calibrate again") from error
+    if config is not None and report.scheme != config.scheme:
+        raise ValueError(
+            f"{path} has the scheme {report.scheme}, and config.json has {config.scheme}: remove the report, or "
+            "calibrate again"
+        )
+    return report
 
 
 def _front(path: Path) -> dict[str, Any]:
@@ -154,40 +154,21 @@ def _inherited(path: Path) -> dict[str, Any]:
         if key not in INHERITED or value in (None, "", []):
             continue
         lines = value if isinstance(value, list) else [value]
-        if key == "language":
-            lines = ["no" if line is False else line for line in lines]  # Norwegian, as YAML reads it without quotes
-        known = len(lines) <= ENTRIES and all(map(_is_line, lines))
-        try:
-            for line in lines if known and key == "base_model" else ():
-                check_repo_id(line, key)
-        except ValueError:
-            known = False
-        if known:
-            found[key] = lines if isinstance(value, list) else lines[0]
+        plain = all(isinstance(line, str) and line.isprintable() for line in lines)
+        if plain and (key != "base_model" or all(map(is_repo_id, lines))):
+            found[key] = value
         else:
             logger.warning("%s of %s is left out of the card: %s", key, path.name, shorten(value))
     return found
 
 
-def _is_line(value: object) -> bool:
-    return isinstance(value, str) and value.isprintable() and len(value) <= LENGTH
-
-
-def _card_data(
-    folder: Path, config: Any, report: Calibration | None, repo_id: str | None, base_model: str | None
-) -> ModelCardData:
+def _card_data(config: Any, report: Calibration | None, inherited: dict[str, Any], title: str) -> ModelCardData:
     """Return the front matter of the card."""
-    fields = _inherited(folder / CARD) | ({"base_model": base_model} if base_model else {})
-    if report and report.dataset:
-        known = fields.get("datasets", [])
-        fields["datasets"] = list(dict.fromkeys([*([known] if isinstance(known, str) else known), report.dataset]))
-    bases = fields.get("base_model")
-    title = _title(config, repo_id, [bases] if isinstance(bases, str) else bases or [], report)
     scheme, results = config.scheme, _results(report)
-    tags = [TAG, *(["qk-norm"] if scheme.q and scheme.k else []), *(["logit-softcapping"] if scheme.softcap else [])]
+    tags = [TAG, *["qk-norm"] * bool(scheme.q and scheme.k), *["logit-softcapping"] * bool(scheme.softcap)]
     return ModelCardData(
-        **fields,
-        base_model_relation="finetune" if bases else None,
+        **inherited,
+        base_model_relation="finetune" if "base_model" in inherited else None,
         library_name="transformers",
         pipeline_tag=TASKS.get(auto_class(config)),
         tags=[*tags, config.base_model_type],
@@ -198,14 +179,12 @@ def _card_data(
 
 def _results(report: Calibration | None) -> list[EvalResult]:
     """The finite losses and perplexities, of this model and of the unpatched one."""
-    text = "calibration text"
-    dataset = None if report is None else report.dataset
     titles, found = {"this model": "converted", "unpatched": "unpatched"}, predictions_of(report)
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=dataset or text.replace(" ", "-"),
-            dataset_name=dataset or text,
+            dataset_type="calibration-text",
+            dataset_name="calibration text",
             metric_type=metric,
             metric_name=f"{metric}, {titles[name]}",
             metric_value=round(value, 4),
@@ -216,17 +195,19 @@ def _results(report: Calibration | None) -> list[EvalResult]:
     ]
 
 
-def _title(config: Any, repo_id: str | None, bases: list[str], report: Calibration | None) -> str:
-    """The model's name on the Hub, or one after its base."""
-    if repo_id is not None:
-        return repo_id.rpartition("/")[2]
-    base = type(config).__name__.removeprefix("QKNorm").removesuffix("Config")
-    return f"{bases[0].rpartition('/')[2] if bases else base} with {papers.short_description(config.scheme, report)}"
+def _description(scheme: Any, report: Calibration | None) -> str:
+    """Return the scheme in a few words, for example "QK norm and a logit cap"."""
+    letters = "".join(letter for letter, norm in zip("QKV", (scheme.q, scheme.k, scheme.v), strict=True) if norm)
+    knee = f" (knee {report.shown_knee})" if report is not None and report.knee else ""
+    sharp = "sharp " if report is not None and knee and report.sharpness > 1 else ""
+    parts = [f"{sharp}{letters} norm{knee}"] if letters else []
+    parts += ["a logit cap"] if scheme.softcap is not None else []
+    return " and ".join(parts) or "its attention unchanged"
 
 
 def _context(folder: Path, config: Any, report: Calibration | None) -> dict[str, Any]:
     """The template's variables; none is a text of a file that is not checked."""
-    scheme, latent = config.scheme, family_of_type(config.base_model_type).latent
+    scheme = config.scheme
     defaults = type(scheme)()
     layers = [] if report is None else [*report.layers.values()]
     fields = [f"{key}={value!r}" for key, value in scheme.to_dict().items() if value != getattr(defaults, key)]
@@ -239,17 +220,15 @@ def _context(folder: Path, config: Any, report: Calibration | None) -> dict[str,
         "native": _native(config, report),
         "scheme": scheme,
         "scheme_fields": ", ".join(fields),
-        "description": papers.short_description(scheme, report),
-        "changes": papers.change_sentences(scheme, latent, report),
+        "description": _description(scheme, report),
+        "norms": {norm: NORMS[norm] for norm in scheme.norms},
+        "latent": family_of_type(config.base_model_type).latent,
         "backends": ", ".join(f"`{name}`" for name in CAP_BACKENDS if not name.startswith("hf_qknorm")),
-        "papers": papers.papers_of(scheme, latent),
         "report": report,
         "predictions": predictions_of(report),
         "fixed": format_fixed,
         "largest": {
-            when: max(max(getattr(layer, when).max_logit) for layer in layers)
-            for when in ("before", "after")
-            if layers and getattr(layers[0], when) is not None
+            when: max(max(getattr(layer, when).max_logit) for layer in layers) for when in ("before", "after") if layers
         },
     }
 
@@ -263,15 +242,3 @@ def _native(config: Any, report: Calibration | None) -> str | None:
         return counterpart(config)
     except ValueError:
         return None
-
-
-def _must_keep_card(folder: Path) -> bool:
-    """Whether a README.md would be lost. Raises FileExistsError for a different README.original.md."""
-    card, kept = folder / CARD, folder / KEPT_CARD
-    if card.is_symlink() or not card.is_file() or is_generated_card(card):
-        return False  # the target of a link is not replaced
-    if not os.path.lexists(kept):
-        return True
-    if kept.is_file() and filecmp.cmp(card, kept, shallow=False):
-        return False
-    raise FileExistsError(f"{card} would be replaced, and its copy {kept} exists already: move one of them away")

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate
 from hf_qknorm.calibration.checks import check_inputs
@@ -29,7 +26,7 @@ from hf_qknorm.families import family_of
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_bytes
 from hf_qknorm.files.hub_names import hub_name
-from hf_qknorm.files.names import CONFIG, check_inside, other_files, weight_files
+from hf_qknorm.files.names import CONFIG, other_files
 from hf_qknorm.files.paths import check_folder, check_space, user_path
 from hf_qknorm.measure.batches import Batches, check_batches
 from hf_qknorm.measure.predictions import require_causal
@@ -97,9 +94,10 @@ def convert_checkpoint(
     """
     scheme = Scheme.of(scheme).resolve()
     chosen: dict[str, Any] = {"knee": knee, "max_loss_increase": max_loss_increase, "exportable": exportable}
-    if data is None:
-        _check_no_calibration(method=method, length=length, max_tokens=max_tokens, **chosen)
-    else:
+    for name, value in {"method": method, "length": length, "max_tokens": max_tokens, **chosen}.items():
+        if data is None and value not in (None, False):
+            raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
+    if data is not None:
         resolve_method(scheme, method, **chosen)  # raises for wrong arguments
         check_text(data)
     if max_memory is not None:
@@ -107,33 +105,26 @@ def convert_checkpoint(
     destination = user_path(dst, "dst")
     check_folder(destination, overwrite=overwrite, sources=[src, data])
     source = open_source(src)
-    check = partial(check_folder, destination, overwrite=overwrite, sources=[source.folder, data])
-    check()
-    model = _patched_on_meta(source, scheme, standalone)
-    if exportable:
-        exported_eps(_patched_part(model).config)
+    _patch_on_meta(source, scheme, standalone, exportable)
     max_tokens = TRIED_TOKENS if dry_run else max_tokens or MAX_TOKENS
     batches = None
     if names_a_path(data) or not (data is None or dry_run):  # a dry run would use up an iterator
-        batches = _batches(source, model, data, length, max_tokens)
-    plan, size = _plan(source, model, destination)
+        batches = _batches(source, data, length, max_tokens)
+    plan, size = _plan(source, destination)
     if dry_run:
         print(plan)  # noqa: T201
         return None
     check_space(destination, size)
+    check = partial(check_folder, destination, overwrite=overwrite, sources=[source.folder, data])
     with new_folder(destination, check) as folder:
         placed = placement(source.folder, max_memory, folder.parent / "offload")
         model = load_model(source, **placed)
         check_finite(model, source.folder)
         model.name_or_path = ""  # without a name, patch_model does not warn that the model needs a calibration
-        part = _patched_part(patch_model(model, scheme))
+        patch_model(model, scheme)
         report = None
         if batches is not None:
-            found = calibrate(part, batches, method, max_tokens=max_tokens, **chosen)
-            dataset = hub_name(data) if isinstance(data, str) else None
-            report = replace(found, base_model=hub_name(source.name), dataset=dataset)
-            set_record(part, report.to_dict())
-            _check_gains(part)
+            report = _calibrated(model, source, batches, method=method, max_tokens=max_tokens, **chosen)
         elif not scheme.pre_norm and not is_exact(model):
             raise ValueError(
                 "pre_norm=False can't fold the biases of norms and projections exactly: their right values depend on "
@@ -144,30 +135,18 @@ def convert_checkpoint(
         return report
 
 
-def _check_no_calibration(**options: Any) -> None:
-    """Raise ValueError for an option of a calibration without data."""
-    for name, value in options.items():
-        if value not in (None, False):
-            raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
-
-
-def _patched_on_meta(source: Source, scheme: Scheme, standalone: bool) -> Any:
-    """Patch the source's model without its weights, as a trial; refuse a source that links to other places, too."""
-    config, folder = source.config, source.folder
-    if source.is_quantised:
+def _patch_on_meta(source: Source, scheme: Scheme, standalone: bool, exportable: bool) -> None:
+    """Patch the source's model without its weights, as a trial: raise ValueError for what can't be converted."""
+    config, folder, model = source.config, source.folder, source.model
+    if model is None:
         raise ValueError(
             f"{folder / CONFIG}: this checkpoint is quantised. Convert the one in full precision, then quantise that"
         )
-    with torch.device("meta"):
-        model: Any = source.model_class(copy.deepcopy(config))
     for held in (module.config for module in model.modules() if isinstance(module, QKNormModel)):
         raise ValueError(
             f"{source.name} is converted already ({held.scheme}): convert the original checkpoint instead. Take the "
             f"norms off one that was trained on: hf-qknorm export {source.name} DST --data TEXT"
         )
-    for file in weight_files(folder):
-        check_inside(folder, folder / file)
-    copied_files(source)  # raises for links too
     if scheme.changes_nothing:
         raise ValueError("this scheme changes nothing, so that there is nothing to convert: give another one")
     model.name_or_path = ""
@@ -184,7 +163,8 @@ def _patched_on_meta(source: Source, scheme: Scheme, standalone: bool) -> Any:
         )
     if standalone:
         check_standalone(config.model_type, scheme)
-    return model
+    if exportable:
+        exported_eps(_patched_part(model).config)
 
 
 def _patched_part(model: Any) -> Any:
@@ -192,9 +172,9 @@ def _patched_part(model: Any) -> Any:
     return next(module for module in model.modules() if isinstance(module, QKNormModel))
 
 
-def _batches(source: Source, model: Any, data: Any, length: int | None, max_tokens: int) -> Batches:
+def _batches(source: Source, data: Any, length: int | None, max_tokens: int) -> Batches:
     """Return the batches of a calibration. Raises ValueError for ones that the model can't be calibrated on."""
-    part = _patched_part(model)
+    part = _patched_part(source.model)
     if part.config.is_encoder_decoder:
         require_causal(part.config)
     cut = {"batch": SEQUENCES, "length": sequence_length(part.config, length), "max_tokens": max_tokens}
@@ -204,9 +184,10 @@ def _batches(source: Source, model: Any, data: Any, length: int | None, max_toke
     return batches
 
 
-def _plan(source: Source, model: Any, destination: Path) -> tuple[str, int]:
+def _plan(source: Source, destination: Path) -> tuple[str, int]:
     """Return the plan of a conversion as text, and the size of its result in bytes."""
-    layers, tensors, part = patched_layers(model), own_tensors(model), _patched_part(model)
+    model, part = source.model, _patched_part(source.model)
+    layers, tensors = patched_layers(model), own_tensors(model)
     norms = [f"{name}.{norm}" for name, layer in layers.items() for norm in head_norms(layer)]
     added = [name for name in tensors if name.rpartition(".")[0] in norms]
     count = sum(tensors[name].numel() for name in added)
@@ -227,15 +208,13 @@ def _plan(source: Source, model: Any, destination: Path) -> tuple[str, int]:
     return "\n".join(f"{title:12}{text}" for title, text in lines.items()), size
 
 
-def _check_gains(model: Any) -> None:
-    """Raise ValueError for a gain or a bias that the model's dtype can't hold."""
-    for name, layer in patched_layers(model).items():
-        for norm_name, norm in head_norms(layer).items():
-            if not all(parameter.isfinite().all() for parameter in norm.parameters()):
-                raise ValueError(
-                    f"the gains of {name}.{norm_name} would be NaN or infinite in {model.dtype}: a checkpoint in "
-                    "float32 has room for larger numbers"
-                )
+def _calibrated(model: Any, source: Source, batches: Batches, **options: Any) -> Calibration:
+    """Calibrate a patched model; record the report, with the source's name on the Hub, and return it."""
+    part = _patched_part(model)
+    report = replace(calibrate(part, batches, **options), base_model=hub_name(source.name))
+    set_record(part, report.to_dict())
+    check_finite(part, f"{source.folder}, calibrated")
+    return report
 
 
 def _write(model: Any, source: Source, folder: Path, *, standalone: bool, shard: int) -> None:

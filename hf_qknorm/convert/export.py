@@ -16,48 +16,33 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.checkpoint import copy_files, load_model, open_source, quiet_transformers
-from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.families.counterparts import counterpart, settings
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.paths import check_folder, user_path
-from hf_qknorm.measure.batches import Batches, check_batches, count_tokens
-from hf_qknorm.measure.predictions import loss_of, require_causal
-from hf_qknorm.measure.text import batches_for, check_text
 from hf_qknorm.model.attention import QKNormAttention, every_norm, head_norms, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.model.knees import knee_of, set_knee
+from hf_qknorm.model.knees import knee_of
 from hf_qknorm.model.placement import check_finite
 from hf_qknorm.model.record import own_tensors
-from hf_qknorm.training.constant_norms import check_norms
 from hf_qknorm.training.removal import remove_norms
-
-BATCH = 8  # sequences in a forward pass
 
 
 @dataclass(frozen=True)
 class NativeExport:
     """The result of `export_native`: both folders, and the class that transformers loads.
 
-    `scaled`: projections of queries and keys are scaled for a knee. With data, `losses` are those of the checkpoint and
-    of the export in nats per token, on that many `tokens`.
+    `scaled`: projections of queries and keys are scaled for a knee.
     """
 
     source: Path
     destination: Path
     architecture: str
     scaled: bool = False
-    losses: tuple[float, float] | None = None
-    tokens: int = 0
 
     def __str__(self) -> str:
-        lines = [f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"]
-        if self.scaled:
-            lines.append(
-                "serve it, do not train it with Adam, whose steps are too large for the projections of its knee"
-            )
-        if self.losses is not None:
-            lines.append(f"loss {_change(*self.losses)} on {self.tokens:,} tokens")
-        return "\n".join(lines)
+        text = f"{self.source} → {self.destination}: {self.architecture}, which transformers loads without hf_qknorm"
+        caution = "\nserve it, do not train it with Adam, whose steps are too large for the projections of its knee"
+        return text + caution * self.scaled
 
 
 def export_native(
@@ -77,9 +62,9 @@ def export_native(
     patched. Computed in float32, logits are equal to the bit, or up to rounding if tensors are scaled.
     The model is loaded into memory; tokenizer, generation config and licence are copied.
 
-    With `data` (texts or batches, as for `calibrate`) norms that still act are removed too, which is not exact: the
-    loss on up to `max_tokens` tokens, in sequences of `length`, is measured before and after. It must not rise by more
-    than `max_loss_increase` nats per token; None means no limit.
+    With `data` (texts or batches, as for `calibrate`) norms that still act are removed too, by `remove_norms`, which is
+    not exact: the loss on up to `max_tokens` tokens, in sequences of `length`, is logged before and after. It must not
+    rise by more than `max_loss_increase` nats per token; None means no limit.
 
     Raises ValueError, with the reason and a remedy, if no model of transformers computes the same, and for a rise above
     the limit; FileExistsError if `dst` exists (with `overwrite`: and holds anything but a checkpoint) or holds `src`;
@@ -89,17 +74,16 @@ def export_native(
     >>> print(qk.export_native("patched", "exported"))
     patched → exported: Qwen3ForCausalLM, which transformers loads without hf_qknorm
     """
-    if data is None and max_loss_increase is not None:
-        raise ValueError(f"max_loss_increase={max_loss_increase:g} needs data: give text to measure the loss on")
-    if data is not None:
-        check_text(data)
+    for name, value in {"max_loss_increase": max_loss_increase, "length": length}.items():
+        if data is None and value is not None:
+            raise ValueError(f"{name} is for a measurement, on text: pass data= (--data TEXT) as well")
     folder, destination = user_path(src, "src"), user_path(dst, "dst")
     check = partial(check_folder, destination, overwrite=overwrite, sources=[folder, data])
     check()
     source = open_source(folder)
     if not isinstance(source.config, QKNormConfig):
         raise ValueError(f"{folder} is a plain {source.config.model_type}, not a patched model: nothing to export")
-    if source.is_quantised:
+    if source.model is None:
         raise ValueError(f"{folder} is quantised: export the checkpoint in full precision, then quantise the result")
     subject = f"{folder} ({source.config.base_model_type}, {source.config.scheme})"
     if (cap := source.config.scheme.softcap) is not None:
@@ -109,16 +93,16 @@ def export_native(
         )
     model = load_model(source)
     check_finite(model, folder)
-    scaled, batches, losses = False, [], None
+    scaled = False
     try:
         if data is not None:
-            check_norms(model)
-            require_causal(model.config)
-            batches = batches_for(model, data, None, batch=BATCH, length=length, max_tokens=max_tokens)
-            check_batches(batches, model.config)
-            losses = _remove_measured(model, batches, max_loss_increase)
+            remove_norms(model, data, max_loss_increase=max_loss_increase, max_tokens=max_tokens, length=length)
         elif source.config.scheme.norms and knee_of(model) == math.inf:
-            _check_wide(model)
+            if model.dtype.itemsize < 4:
+                raise ValueError(
+                    f"it would not be exact in {model.dtype}: the constant factors of its norms would be folded into "
+                    f"the projections, and rounded. {WIDER}, or measure the cost with data (--data TEXT)"
+                )
             remove_norms(model)
         else:
             model, scaled = _as_qwen3(model)
@@ -128,34 +112,7 @@ def export_native(
         with quiet_transformers():
             model.save_pretrained(out)
         copy_files(source, out, card=False)  # the card is of the old model
-    tokens = count_tokens(batches)
-    return NativeExport(folder, destination, type(model).__name__, scaled, losses, tokens)
-
-
-def _check_wide(model: Any) -> None:
-    """Raise ValueError for projections in 16 bits."""
-    if model.dtype.itemsize < 4:
-        raise ValueError(
-            f"it would not be exact in {model.dtype}: the constant factors of its norms would be folded into the "
-            f"projections, and rounded. {WIDER}, or measure the cost with data (--data TEXT)"
-        )
-
-
-def _remove_measured(model: Any, batches: Batches, limit: float | None) -> tuple[float, float]:
-    """End and fold the norms; return the loss before and after. Raises ValueError for a rise above the limit."""
-    before = loss_of(model, batches)
-    set_knee(model, math.inf)
-    after = loss_of(remove_norms(model), batches)
-    if limit is not None and not after - before <= limit:
-        raise ValueError(
-            f"without its norms the loss goes {_change(before, after)}, more than max_loss_increase={limit:g} "
-            "(--max-loss-increase). Open the knee in training (KneeSchedule(target=math.inf)), or raise the limit"
-        )
-    return before, after
-
-
-def _change(before: float, after: float) -> str:
-    return f"from {before:.4f} to {after:.4f} ({after - before:+.4f} nats per token)"
+    return NativeExport(folder, destination, type(model).__name__, scaled)
 
 
 def _as_qwen3(model: Any) -> tuple[Any, bool]:
@@ -163,9 +120,6 @@ def _as_qwen3(model: Any) -> tuple[Any, bool]:
     config = model.config
     target = CONFIG_MAPPING[counterpart(config)]
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[target.model_type]
-    named = "".join(config.architectures or [])
-    if named.removeprefix(PREFIX) != MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.base_model_type]:
-        raise ValueError(f"only a causal language model becomes a {architecture}, got a {named}")
     known = target().to_dict().keys() - {"model_type", "architectures"}
     shared = {key: value for key, value in config.to_dict().items() if key in known}
     tensors = own_tensors(model)

@@ -11,24 +11,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from huggingface_hub import HfApi, ModelCard, is_offline_mode
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel
 
-from hf_qknorm.checkpoint import HTTPError, keep_tokenizer_class, open_source
-from hf_qknorm.convert.card import PLACEHOLDER, has_tokenizer, is_generated_card, reads_text, write_card
+from hf_qknorm.checkpoint import HTTPError, has_tokenizer, keep_tokenizer_class, open_source
+from hf_qknorm.convert.card import PLACEHOLDER, is_generated_card, reads_text, write_card
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.files.hub_names import check_repo_id, hub_token
-from hf_qknorm.files.names import CARD, CONFIG, INDEX, KEPT_CARD, check_inside, side_files, weight_files
+from hf_qknorm.files.hub_names import check_repo_id
+from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, WEIGHTS, model_files
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.standalone.generate import add_standalone
 
 logger = logging.getLogger("hf_qknorm")
-REPLACED: Final = ("model.safetensors", "model-*-of-*.safetensors", INDEX, "qk_norm_*")  # of an earlier push
+REPLACED: Final = re.compile(rf"{WEIGHTS.pattern}|qk_norm_.*")  # of an earlier push
 SCHEME: Final = re.compile(r"In hf_qknorm the scheme is `(Scheme\(.*\))`")  # in a card
 SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads")  # with the model type, they identify a model
 
@@ -43,7 +43,7 @@ def push_to_hub(
     commit_message: str | None = None,
     dry_run: bool = False,
 ) -> str | None:
-    """Push a patched checkpoint to the Hub in one commit, by huggingface_hub's `upload_folder`; return its URL.
+    """Push a patched checkpoint to the Hub in one commit, by huggingface_hub's `create_commit`; return its URL.
 
     `checkpoint` is a folder, which is not changed, or a patched model in memory, whose tokenizer its own `push_to_hub`
     pushes. The commit has weights, configs, stand-alone code, tokenizer, processor, chat templates, licence, model
@@ -72,36 +72,22 @@ def push_to_hub(
     with TemporaryDirectory(prefix="hf-qknorm-") as temporary:
         staged = Path(temporary, "staged")
         config = _stage(checkpoint, repo_id, Path(temporary))
-        api = None if dry_run else check_target(repo_id, token)
         if reads_text(config) and not has_tokenizer(staged):
             logger.warning("%s gets no tokenizer: tokenizer.push_to_hub(%r) adds one", repo_id, repo_id)
-        if api is None:
-            for path in sorted(path for path in staged.rglob("*") if path.is_file()):
-                print(f"{path.stat().st_size:>16,}  {path.relative_to(staged)}")  # noqa: T201
+        files = {path.relative_to(staged).as_posix(): path for path in sorted(staged.rglob("*")) if path.is_file()}
+        if dry_run:
+            for name, path in files.items():
+                print(f"{path.stat().st_size:>16,}  {name}")  # noqa: T201
             return None
+        api = HfApi(token=token, library_name="hf_qknorm")
         message = commit_message or f"Upload {config.architectures[0]} ({config.scheme})"
         with readable_hub_errors(repo_id):
             repo = api.create_repo(repo_id, private=private, exist_ok=True)
-            _check_repository(api, repo.repo_id, config, private, revision)
-            options: dict[str, Any] = {"revision": revision, "delete_patterns": [*REPLACED], "commit_message": message}
-            return str(api.upload_folder(repo_id=repo.repo_id, folder_path=staged, **options).commit_url)
-
-
-def check_target(repo_id: str, token: str | None = None) -> HfApi:
-    """Check what a push to `repo_id` needs, without a request; return the Hub's client.
-
-    Raises ValueError for an invalid name or token, PermissionError without a token, ConnectionError in offline mode.
-    """
-    check_repo_id(repo_id, "the repository")
-    if is_offline_mode():
-        raise ConnectionError("HF_HUB_OFFLINE is set, which forbids a push: unset it")
-    used = hub_token(token)
-    if used is None:
-        raise PermissionError(
-            "no token for the Hub: run `hf auth login`, set HF_TOKEN, or pass token=. Create a token with write access "
-            "at https://huggingface.co/settings/tokens"
-        )
-    return HfApi(token=used, library_name="hf_qknorm")
+            there = _check_repository(api, repo.repo_id, config, private, revision)
+            changes: list[Any] = [CommitOperationAdd(name, path) for name, path in files.items()]
+            changes += [CommitOperationDelete(x) for x in there if REPLACED.fullmatch(x) and x not in files]
+            # In one commit, where `upload_folder` may make several.
+            return str(api.create_commit(repo.repo_id, changes, commit_message=message, revision=revision).commit_url)
 
 
 @contextmanager
@@ -137,22 +123,20 @@ def _line(error: BaseException) -> str:
 def _stage(checkpoint: Any, repo_id: str, temporary: Path) -> Any:
     """Make the folder `staged` in `temporary`: links to the checkpoint's files, code and card; return the config."""
     folder, staged = _folder(checkpoint, temporary), temporary / "staged"
-    for file in weight_files(folder):
-        check_inside(folder, folder / file)
-    source = open_source(folder)
-    if not type(source.config).model_type.startswith(TYPE_PREFIX):
+    config = open_source(folder).config
+    if not type(config).model_type.startswith(TYPE_PREFIX):
         raise ValueError(
-            f"{folder} holds a plain {source.config.model_type}: convert it first (hf-qknorm convert), or patch the "
-            "model and save it. `hf upload` pushes plain models, as exports are"
+            f"{folder} holds a plain {config.model_type}: convert it first (hf-qknorm convert), or patch the model and "
+            "save it. `hf upload` pushes plain models, as exports are"
         )
-    for name in [*side_files(folder), *map(Path, [*weight_files(folder), INDEX])]:
-        if name.name != KEPT_CARD and (folder / name).is_file():
+    for name in model_files(folder):
+        if name.name != KEPT_CARD:
             (staged / name).parent.mkdir(parents=True, exist_ok=True)
             (staged / name).symlink_to(os.path.realpath(folder / name))
     keep_tokenizer_class(folder, staged)
     add_standalone(staged)
     _add_card(staged, repo_id)
-    return source.config
+    return config
 
 
 def _add_card(staged: Path, repo_id: str) -> None:
@@ -185,31 +169,26 @@ def _folder(checkpoint: Any, temporary: Path) -> Path:
             f"a {type(checkpoint).__name__} can't be pushed: pass a model patched by patch_model (with any adapter "
             "merged), or the folder of its checkpoint"
         )
-    if checkpoint.config.saves_as_base:
-        raise ValueError(
-            f"this model's scheme changes nothing, so that it saves as a plain {checkpoint.config.base_model_type}: "
-            "push it by its own method, model.push_to_hub, or patch it with another scheme"
-        )
     checkpoint.save_pretrained(temporary / "saved")
     return temporary / "saved"
 
 
-def _check_repository(api: HfApi, repo_id: str, config: Any, private: bool | None, revision: str | None) -> None:
-    """Raise ValueError for a repository that holds another model, or is public where a private one was asked for."""
+def _check_repository(api: HfApi, repo_id: str, config: Any, private: bool | None, revision: str | None) -> list[str]:
+    """Return a repository's files. Raises ValueError if it holds another model, or is private against `private`."""
     info = api.model_info(repo_id, revision=revision)
     if private is not None and private != info.private:
         found, expected = ("private", "public") if info.private else ("public", "private")
         raise ValueError(f"{repo_id} is {found}: make it {expected} in its settings, or leave private out")
     files = [file.rfilename for file in info.siblings or []]
+    other = [name for name in files if name.endswith((".safetensors", ".bin", ".gguf"))]
     if CONFIG in files:
         stored = read_json(Path(api.hf_hub_download(repo_id, CONFIG, revision=revision)))
-        sizes = {config.attribute_map.get(size, size): getattr(config, size) for size in SIZES}
-        own = {"model_type": type(config).model_type, **sizes}
+        own = {"model_type": type(config).model_type}
+        own |= {config.attribute_map.get(size, size): getattr(config, size) for size in SIZES}
         other = [f"{key} {shorten(stored.get(key))}, expected {x}" for key, x in own.items() if stored.get(key) != x]
-    else:
-        other = [name for name in files if name.endswith((".safetensors", ".bin", ".gguf"))]
     if other:
         raise ValueError(
             f"{repo_id} holds another model ({other[0]}): use another name, or delete that repository "
             f"(`hf repos delete {repo_id}`)"
         )
+    return files

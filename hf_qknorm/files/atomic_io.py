@@ -15,19 +15,11 @@ from tempfile import TemporaryDirectory
 
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, then rename that file to `path`; a killed process leaves the old file.
-
-    An OSError of the system names `path`, if it names no file.
-    """
-    try:
-        with _hidden_folder(path) as hidden:
-            write(hidden / path.name)
-            _sync(hidden / path.name)
-            (hidden / path.name).replace(path)
-    except OSError as error:
-        if error.errno is not None and error.filename is None:  # as of a full disk
-            error.filename = str(path)
-        raise
+    """Call `write` with a temporary path, then rename that file to `path`; a killed process leaves the old file."""
+    with _hidden_folder(path) as hidden:
+        write(hidden / path.name)
+        _sync(hidden / path.name)
+        (hidden / path.name).replace(path)
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -43,7 +35,7 @@ def new_folder(path: Path, check: Callable[[], object]) -> Iterator[Path]:
     folder's parent is a hidden folder for temporary files. An exception removes it, and leaves `path` unchanged.
     """
     check()
-    path = Path(os.path.realpath(path.parent), path.name)
+    path = Path(os.path.realpath(path))  # no link: `check` refuses those
     path.parent.mkdir(parents=True, exist_ok=True)
     with _hidden_folder(path) as hidden:
         new, old = hidden / "new", hidden / "old"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 CONFIG = "config.json"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
+WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json")
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt",
     "special_tokens_map.json", "added_tokens.json", "spiece.model", "tekken.json", "sentencepiece.model",
@@ -37,25 +37,29 @@ def side_files(folder: Path) -> list[Path]:
 
     Raises ValueError for a link out of the folder: a copy could publish a private file.
     """
-    found = [path for path in sorted(folder.iterdir()) if SIDE_FILE.fullmatch(path.name)]
-    paths = [path for path in [*found, *sorted((folder / TEMPLATES).glob("*.jinja"))] if path.is_file()]
+    found = [path for path in folder.iterdir() if SIDE_FILE.fullmatch(path.name)]
+    paths = [path for path in sorted([*found, *(folder / TEMPLATES).glob("*.jinja")]) if path.is_file()]
     for path in paths:
         check_inside(folder, path)
     return [path.relative_to(folder) for path in paths]
 
 
-def weight_files(folder: Path) -> list[str]:
-    """Return the names of a folder's files of weights, as `save_pretrained` names them."""
-    return sorted(path.name for path in folder.iterdir() if WEIGHTS.fullmatch(path.name))
+def model_files(folder: Path) -> list[Path]:
+    """Return the names of all files of a checkpoint: `side_files`, and the weights as `save_pretrained` names them.
+
+    Raises ValueError for a link out of the folder.
+    """
+    weights = [path for path in sorted(folder.iterdir()) if WEIGHTS.fullmatch(path.name)]
+    for path in weights:
+        check_inside(folder, path)
+    return [*side_files(folder), *(path.relative_to(folder) for path in weights)]
 
 
 def other_files(folder: Path) -> list[str]:
     """Return the names in a folder that are no files of a checkpoint; names of folders end in "/"."""
-    known = {str(path) for path in side_files(folder)} | {*weight_files(folder), INDEX}
-    found = [path for path in sorted(folder.iterdir()) if path.name not in known]
-    others = [f"{path.name}/" if path.is_dir() else path.name for path in found if path.name != TEMPLATES]
-    inner = sorted((folder / TEMPLATES).iterdir()) if (folder / TEMPLATES).is_dir() else []
-    return others + [name for path in inner if (name := f"{TEMPLATES}/{path.name}") not in known]
+    known = {*model_files(folder), Path(TEMPLATES)}
+    found = {path.relative_to(folder): path for path in [*folder.iterdir(), *(folder / TEMPLATES).glob("*")]}
+    return [f"{name}/" if found[name].is_dir() else str(name) for name in sorted(found.keys() - known)]
 
 
 def check_inside(folder: Path, path: Path) -> None:

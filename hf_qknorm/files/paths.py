@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.files.formatting import format_bytes, shorten
+from hf_qknorm.files.formatting import format_bytes
 from hf_qknorm.files.names import CONFIG, other_files
-
-SHOWN = 3  # names in an error
 
 
 def user_path(name: str | os.PathLike[str], argument: str) -> Path:
-    """Return the path of a user's argument, with `~` expanded. Raises ValueError for an empty one.
-
-    `..` is resolved after links, as the system does: `link/../out` is beside the folder that `link` points to.
-    """
+    """Return the path of a user's argument, with `~` and `..` resolved. Raises ValueError for an empty one."""
     if not os.fspath(name):
         raise ValueError(f"{argument} is empty, which would mean the working directory: give a folder or a file")
     path = Path(os.path.expanduser(name))
-    if path.parts[:1] and path.parts[0].startswith("~"):
-        raise ValueError(f"{argument} is {shorten(os.fspath(name))}, and there is no such user: write ./{path} for it")
-    if ".." not in path.parts:
-        return path
-    return Path(os.path.realpath(path)) if path.name == ".." else Path(os.path.realpath(path.parent), path.name)
+    return Path(os.path.realpath(path)) if ".." in path.parts else path
 
 
 def check_writable(*paths: Path) -> None:
@@ -45,32 +36,25 @@ def check_space(path: Path, size: int) -> None:
     """Raise OSError unless the disk of `path`, which may not exist yet, has `size` bytes free."""
     place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     if (free := shutil.disk_usage(place).free) < size:
-        raise OSError(
-            f"{path} needs {format_bytes(size)}, and {place} has {format_bytes(free)} free: nothing was written"
-        )
+        raise OSError(f"{path} needs {format_bytes(size)}, and {place} has {format_bytes(free)}: nothing was written")
 
 
-def check_folder(
-    path: Path,
-    *,
-    overwrite: bool,
-    sources: Iterable[Any] = (),
-    marker: str = CONFIG,
-    others: Callable[[Path], list[str]] = other_files,
-) -> None:
-    """Raise OSError unless a command may create its output folder at `path`, or replace the folder there.
+def check_folder(path: Path, *, overwrite: bool, sources: Iterable[Any] = ()) -> None:
+    """Raise OSError unless a command may create its output folder at `path`, or replace the checkpoint there.
 
     The folder may not be, or hold, the working directory or one of the command's inputs, `sources`. Sources that are no
-    local paths (Hub names, texts in memory, None) are ignored. With `overwrite`, a folder is replaced if it has the
-    file `marker`, and no `others` than the command's own.
+    local paths (Hub names, texts in memory, None) are ignored. With `overwrite`, a folder is replaced if it holds a
+    checkpoint and nothing else.
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise FileExistsError(f"{path} is a file or a link: give the name of a new folder")
-    check_writable(path / marker)
+    check_writable(path / CONFIG)
     if not path.is_dir():
         return
     kept = [("is the working directory, or holds it", Path.cwd())]
-    kept += [(f"is the source, or contains it ({source})", source) for source in map(_local, sources) if source]
+    for source in sources:
+        place = Path(os.path.expanduser(source)) if isinstance(source, str | os.PathLike) else None
+        kept += [(f"is the source, or contains it ({place})", place)] if place and os.path.exists(place) else []
     for problem, place in kept:
         if Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path)):
             raise FileExistsError(f"{path} {problem}: give another destination")
@@ -82,17 +66,11 @@ def check_folder(
         raise FileExistsError(
             f"{path} exists and is not empty: give another destination, or overwrite=True (--overwrite)"
         )
-    if not (path / marker).is_file():
-        raise FileExistsError(f"{path} holds no {marker}, so it may not be overwritten: move it away")
-    if found := others(path):
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    if not (path / CONFIG).is_file():
+        raise FileExistsError(f"{path} holds no {CONFIG}, so it may not be overwritten: move it away")
+    if found := other_files(path):
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
         raise FileExistsError(
-            f"{path} contains other files, which overwriting would delete: {', '.join(found[:SHOWN])}{more}. Move them "
+            f"{path} contains other files, which overwriting would delete: {', '.join(found[:3])}{more}. Move them "
             "away, or give another destination"
         )
-
-
-def _local(source: Any) -> Path | None:
-    """Return the path of a source that exists on this machine."""
-    path = Path(os.path.expanduser(source)) if isinstance(source, str | os.PathLike) else None
-    return path if path is not None and os.path.exists(path) else None

@@ -13,28 +13,23 @@ from hf_qknorm.files.formatting import shorten
 JSON_BYTES = 64 * 2**20  # a report of 100 layers of 128 heads has 8 MB
 
 
-def read_text(path: Path, limit: int = JSON_BYTES) -> str:
-    """Return the text of a file. Raises ValueError, naming it, if it exceeds `limit` bytes or is not UTF-8."""
+def read_bytes(path: Path, limit: int = JSON_BYTES) -> bytes:
+    """Return the bytes of a file. Raises ValueError, naming it, for more than `limit`."""
     with path.open("rb") as file:
         data = file.read(limit + 1)
     if len(data) > limit:
         raise ValueError(f"{path} is larger than {limit:,} bytes, the most that is read: check what is in it")
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text ({error}): download it again") from None
+    return data
 
 
 def read_start(path: Path, limit: int) -> str:
     """Return up to `limit` characters of a file, a few of them U+FFFD in place of bytes that are not UTF-8.
 
-    Raises ValueError, naming the file, for null bytes, or for more than 1 % of such characters.
+    Raises ValueError, naming the file, if more than 1 % are such characters or null bytes.
     """
     with path.open(encoding="utf-8", errors="replace") as file:
         text = file.read(min(limit, path.stat().st_size))  # a file has at most as many characters as bytes
-    if "\0" in text:
-        raise ValueError(f"{path} is no text in UTF-8: it holds null bytes")
-    bad = text.count("\ufffd")
+    bad = text.count("\ufffd") + text.count("\0")
     if bad > max(3, len(text) // 100):  # a cut through a character leaves up to three
         raise ValueError(
             f"{path} is no text in UTF-8: of its first {len(text):,} characters, {bad:,} can't be read. Convert it "
@@ -45,9 +40,9 @@ def read_start(path: Path, limit: int) -> str:
 
 def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
     """Return the data of a JSON file. Raises ValueError, naming it, if it is too large, too deep, or no JSON."""
-    text = read_text(path, limit)
+    data = read_bytes(path, limit)
     try:
-        return from_json(text)
+        return from_json(data)
     except ValueError as error:
         raise ValueError(f"{path} is no JSON ({error}): download it again") from None
 
@@ -63,9 +58,6 @@ def check_finite(data: Any, where: str) -> None:
     """Raise ValueError, naming its place from `where` on, for a number in JSON data that is NaN or infinite."""
     if isinstance(data, float) and not math.isfinite(data):
         raise ValueError(f"{where} is {data}, expected a finite number")
-    if isinstance(data, dict):
-        for name, item in data.items():
-            check_finite(item, f"{where}.{name}")
-    elif isinstance(data, list | tuple):
-        for i, item in enumerate(data):
-            check_finite(item, f"{where}[{i}]")
+    items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list | tuple) else ()
+    for name, item in items:
+        check_finite(item, f"{where}[{name}]" if isinstance(name, int) else f"{where}.{name}")

@@ -64,6 +64,6 @@ def check_finite(model: nn.Module, where: object) -> None:
             for name, parameter in module.named_parameters(recurse=False):
                 if not parameter.isfinite().all():
                     raise ValueError(
-                        f"{where}: {path}.{name} holds NaN or infinity, expected finite numbers: the training that "
-                        "wrote it diverged. Go back to an earlier checkpoint"
+                        f"{where}: {path}.{name} holds NaN or infinity, expected finite numbers: its training diverged "
+                        f"(go back to an earlier checkpoint), or {parameter.dtype} has no room for it (take float32)"
                     )

@@ -1,17 +1,15 @@
-"""A checkpoint that conversions are tried on, and a local Hub, with this process as its client."""
+"""A checkpoint that conversions are tried on, and a Hub in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants, hf_api
-from huggingface_hub.utils import close_session
-from transformers.utils import hub as transformers_hub
+from huggingface_hub import HfApi
 
 from qknorm_tests.folders import save_with_tokenizer
-from qknorm_tests.server import Hub
+from qknorm_tests.hub import METHODS, Hub
 from qknorm_tests.tables import sharp_model
 
 LITTER = ("LICENSE", "README.md", "chat_template.jinja", "pytorch_model.bin", ".gitattributes", "training_args.bin")
@@ -29,21 +27,9 @@ def llama(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A new Hub for one test, logged in as `me` with a write token."""
-    with Hub() as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(hf_api.api, "endpoint", hub.url)
-        monkeypatch.setattr(transformers_hub, "_hf_api", None, raising=False)  # created when first used
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
-        monkeypatch.setenv("HF_TOKEN", "hf_writes")
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        close_session()  # it may have other proxies
-        yield hub
-        close_session()
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+    """A new Hub for one test."""
+    hub = Hub(tmp_path / "downloaded")
+    for name in METHODS:
+        monkeypatch.setattr(HfApi, name, partial(hub.call, name))
+    return hub

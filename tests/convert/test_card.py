@@ -1,8 +1,9 @@
-"""Model cards state what was measured, and nothing else."""
+"""Model cards state what was measured, with the numbers of the calibration report, and nothing else."""
 
 from __future__ import annotations
 
 import ast
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from hf_qknorm import SCHEMES, Scheme, calibrate, patch_model
 from hf_qknorm.convert.card import render_card, write_card
 from hf_qknorm.files.names import PLOT
+from hf_qknorm.reports.records import Prediction
 from qknorm_tests.card_cases import REPORT, checkpoint, edit, front
 from qknorm_tests.covering import covering
 from qknorm_tests.folders import save_with_tokenizer
@@ -41,6 +43,8 @@ def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
     assert ("50·tanh(x/50)" in text) is (resolved.softcap == 50)
     assert ("2010.04245" in text) is (scheme in ("henry", "lp"))
     assert ("2602.05006" in text) is (scheme == "lp")
+    assert ("2505.09388" in text) is (resolved.q == resolved.k == "rms")
+    assert "2606.16310" not in text
 
 
 def test_a_card_tells_how_the_heads_of_latent_attention_are_normed(tmp_path):
@@ -70,17 +74,17 @@ def test_the_card_of_a_model_without_a_head(tmp_path):
     assert "model-index" not in front(text)
     assert "AutoModel.from_pretrained" in text
     assert PLOT in text
+    assert "hf-qknorm export" not in text
 
 
 def test_names_on_the_hub_are_linked_and_paths_left_out(tmp_path):
     checkpoint(tmp_path)
     text = render_card(tmp_path)
     assert "base_model" not in front(text)
-    edit(tmp_path, base_model="owner/some_llama", dataset="owner/corpus")
+    edit(tmp_path, base_model="owner/some_llama")
     text = render_card(tmp_path, repo_id="me/converted")
     data = front(text)
     assert (data["base_model"], data["base_model_relation"]) == ("owner/some_llama", "finetune")
-    assert data["datasets"] == ["owner/corpus"]
     assert data["model-index"][0]["name"] == "converted"
     assert "[owner/some_llama](https://huggingface.co/owner/some_llama)" in text
     assert 'from_pretrained("me/converted")' in text
@@ -97,16 +101,11 @@ def test_the_first_snippet_runs(tmp_path, capsys):
     assert "Once upon a time" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("scheme", "native"), [("qk_norm", "qwen3"), ("soft_cap", None), ("qk_norm_cap", None)])
-def test_the_export_is_mentioned_if_there_is_one(tmp_path, scheme, native):
-    text = render_card(checkpoint(tmp_path, scheme, report=False))
-    assert (f"makes it a plain {native}, which computes the same" in text) is (native is not None)
-    assert ("hf-qknorm export" in text) is (native is not None)
-
-
-def test_the_export_is_offered_with_the_limits_that_it_has(tmp_path):
-    patch_model(tiny_model("llama").base_model, "qk_norm").save_pretrained(tmp_path / "headless")
-    assert "hf-qknorm export" not in render_card(tmp_path / "headless")
+def test_the_export_is_mentioned_if_there_is_one(tmp_path):
+    for scheme, native in (("qk_norm", "qwen3"), ("soft_cap", None), ("qk_norm_cap", None)):
+        text = render_card(checkpoint(tmp_path / scheme, scheme, report=False))
+        assert (f"makes it a plain {native}, which computes the same" in text) is (native is not None)
+        assert ("hf-qknorm export" in text) is (native is not None)
 
 
 def test_folders_without_a_patched_checkpoint_are_refused(tmp_path):
@@ -124,3 +123,61 @@ def test_folders_without_a_patched_checkpoint_are_refused(tmp_path):
     with pytest.raises(ValueError, match=f"{REPORT}: method: Field required"):
         write_card(tmp_path)
     assert not (tmp_path / "README.md").exists()
+
+
+def test_a_card_warns_of_text_that_is_shorter_than_the_context(tmp_path):
+    report = edit(checkpoint(tmp_path), context=2048)
+    assert report.length == 20
+    text = render_card(tmp_path)
+    assert "tokens in sequences of up to 20" in text
+    warning = "**Long context was not measured**: the text was in sequences of up to 20 tokens, and the model's context"
+    assert f"{warning} has 2,048." in text
+    edit(tmp_path, context=20)
+    assert "Long context" not in render_card(tmp_path)
+
+
+def test_a_card_has_the_numbers_of_the_report(tmp_path):
+    checkpoint(tmp_path)
+    edit(
+        tmp_path,
+        base=Prediction(1.476),
+        ones=Prediction(2.41, 0.8, 0.6),
+        chosen=Prediction(1.5312, 0.05, 0.925),
+        tokens=262_144,
+        judged=16_384,
+    )
+    text = render_card(tmp_path)
+    results = front(text)["model-index"][0]["results"]
+    assert [(m["name"], m["value"]) for m in results[0]["metrics"]] == [
+        ("loss, converted", 1.5312),
+        ("perplexity, converted", round(math.exp(1.5312), 4)),
+        ("loss, unpatched", 1.476),
+        ("perplexity, unpatched", round(math.exp(1.476), 4)),
+    ]
+    for line in (
+        "| unpatched | 1.476 | 4.38 | 0.0000 | 100.0% |",
+        "| fresh gains | 2.410 | 11.13 | 0.8000 | 60.0% |",
+        "| this model | 1.531 | 4.62 | 0.0500 | 92.5% |",
+        "its loss is **1.531** nats per token; that of the unpatched model is **1.476**",
+        "is 0.055 nats per token above the unpatched model's, and for 7.5% of the tokens",
+        "on 16,384 tokens of the calibration text",
+        "Calibrated on 262,144 tokens",
+    ):
+        assert line in text
+
+
+def test_a_card_has_knee_and_bound(tmp_path):
+    checkpoint(tmp_path, Scheme(q="rms", k="lp", p=3.0, softcap=50.0), knee=4.0)
+    report = edit(tmp_path, knee=4.0, knees={2.0: Prediction(1.5), 4.0: Prediction(1.482)})
+    text = render_card(tmp_path)
+    largest = [max(max(getattr(x, side).max_logit) for x in report.layers.values()) for side in ("before", "after")]
+    for line in (
+        "# Llama with QK norm (knee 4) and a logit cap",
+        f"No input gives an attention logit over **{report.bound:.1f}** before the cap, up to rounding.",
+        "have a **knee** of 4: their ε",
+        "4 times the mean |x|ᵖ of calibration text",
+        "; loss by knee: 2: 1.500; 4: 1.482.",
+        f"The bound of {report.bound:.1f} holds for any input",
+        f"before any cap is {largest[1]:.1f}, and {largest[0]:.1f} in the unpatched model.",
+    ):
+        assert line in text

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, checkpoint, convert_checkpoint, patch_model
 from hf_qknorm.model.placement import is_offloaded
 from hf_qknorm.small_model import byte_tokenizer
-from qknorm_tests.folders import contents, edit, loaded, logits, save, save_with_tokenizer
+from qknorm_tests.covering import covering
+from qknorm_tests.folders import contents, loaded, logits, save, save_with_tokenizer
 from qknorm_tests.kneed import knees_of
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import PAIRS, make_batch, sharp_model, swept, trained_like
@@ -63,21 +64,6 @@ def test_other_heads_and_bare_models(auto, model_type, tmp_path):
     converted = getattr(transformers, auto).from_pretrained(tmp_path / "out")
     batch = make_batch("left", labels=False)
     assert torch.equal(converted(**batch)[0], patch_model(model, "qk_norm")(**batch)[0])
-
-
-@pytest.mark.parametrize("prefix", ["", "transformer."])
-def test_gpt2_keys_with_and_without_their_prefix(prefix, tmp_path):
-    """The Hub's GPT-2 is stored as its base model, under a config that names the language model."""
-    model = sharp_model("gpt2")
-    folder = save(model, tmp_path / "source")
-
-    def rename(tensors):
-        for name in list(tensors):
-            tensors[f"{prefix}{name.removeprefix('transformer.')}"] = tensors.pop(name)
-
-    edit(folder, rename)
-    convert_checkpoint(folder, tmp_path / "out", "qk_norm_cap")
-    assert torch.equal(logits(loaded(tmp_path / "out")), logits(patch_model(model, "qk_norm_cap")))
 
 
 def test_a_checkpoint_in_16_bits_stays_one(tmp_path):
@@ -134,11 +120,13 @@ def test_a_calibrated_conversion(model_type, preset, options, tmp_path):
     assert Calibration.from_dict(saved) == report
 
 
-@pytest.mark.parametrize("data", [None, BATCHES], ids=["fresh", "calibrated"])
-@pytest.mark.parametrize("settings", [{}, {"tie_word_embeddings": True}], ids=["", "tied"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral"])
-def test_layers_in_files_give_the_same_bits(model_type, settings, data, tmp_path, monkeypatch):
-    source = save(tiny_model(model_type, **settings), tmp_path / "source")
+LIMITS = {"llama": 60_000, "gpt2": "60KB", "mixtral": {"cpu": "60000"}}
+
+
+@pytest.mark.parametrize(("model_type", "tied", "calibrated"), covering(LIMITS, [False, True], [False, True]))
+def test_layers_in_files_give_the_same_bits(model_type, tied, calibrated, tmp_path, monkeypatch):
+    source = save(tiny_model(model_type, tie_word_embeddings=tied), tmp_path / "source")
+    data, limit = BATCHES if calibrated else None, LIMITS[model_type]
     placed = []
     load = checkpoint._load
     monkeypatch.setattr(
@@ -146,7 +134,7 @@ def test_layers_in_files_give_the_same_bits(model_type, settings, data, tmp_path
     )
     whole = convert_checkpoint(source, tmp_path / "whole", data=data)
     assert not is_offloaded(placed[-1])
-    report = convert_checkpoint(source, tmp_path / "out", data=data, max_memory=60_000)
+    report = convert_checkpoint(source, tmp_path / "out", data=data, max_memory=limit)
     assert is_offloaded(placed[-1])
     files = {name: sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "out")}
     assert max(path.stat().st_size for path in files["out"]) < max(path.stat().st_size for path in files["whole"])
@@ -164,50 +152,17 @@ def test_norms_are_not_folded_into_weights_in_files(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["source"]
 
 
-@pytest.mark.parametrize("size", ["", "much", "-1GB", "8 cats", "1e9"], ids=repr)
-def test_a_limit_that_is_no_size(size, tmp_path):
-    source = save(tiny_model("llama"), tmp_path / "source")
-    with pytest.raises(
-        ValueError, match=r'max_memory=.* is no size of memory: expected bytes, or a text such as "8GB"'
-    ):
-        convert_checkpoint(source, tmp_path / "out", max_memory=size)
-
-
-def test_hub_names(llama, tmp_path, monkeypatch):
+def test_a_name_on_the_hub_is_downloaded_and_the_card_names_it(llama, tmp_path, monkeypatch):
+    """Without a report too: the source's own card names the source's base model."""
     asked = {}
+    (llama / "README.md").write_text("---\nbase_model: owner/ancestor\n---\n# Theirs\n")
     monkeypatch.setattr(
         checkpoint, "snapshot_download", lambda name, **options: asked.update({name: options}) or str(llama)
     )
-    convert_checkpoint("owner/name", tmp_path / "out")
+    convert_checkpoint("owner/name", tmp_path / "out", "soft_cap")
     assert "*.bin" not in asked["owner/name"]["allow_patterns"]
     assert "*.safetensors" in asked["owner/name"]["allow_patterns"]
-
-
-def test_a_card_names_the_model_that_was_converted(llama, tmp_path, monkeypatch):
-    """Without a report too: the source's own card names the source's base model."""
-    (llama / "README.md").write_text("---\nbase_model: owner/ancestor\n---\n# Theirs\n")
-    monkeypatch.setattr(checkpoint, "snapshot_download", lambda name, **options: str(llama))
-    convert_checkpoint("owner/name", tmp_path / "out", "soft_cap")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "base_model: owner/name\n" in card
     assert "[owner/name](https://huggingface.co/owner/name) with a logit cap" in card
     assert "ancestor" not in card
-
-
-def test_a_tied_head_may_be_stored_or_not(tmp_path):
-    model = sharp_model("llama", tie_word_embeddings=True)
-    source = save(model, tmp_path / "source")
-    assert "lm_head.weight" not in load_file(source / "model.safetensors")
-    convert_checkpoint(source, tmp_path / "absent", "qk_norm")
-    edit(source, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-    convert_checkpoint(source, tmp_path / "there", "qk_norm")
-    expected = logits(patch_model(model, "qk_norm", attn_implementation="hf_qknorm"))
-    for name in ("absent", "there"):
-        assert torch.equal(logits(loaded(tmp_path / name)), expected)
-
-
-def test_old_buffers_are_ignored(tmp_path):
-    source = save(sharp_model("gpt2"), tmp_path / "source")
-    edit(source, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}))
-    convert_checkpoint(source, tmp_path / "out", "qk_norm")
-    assert "transformer.h.0.attn.bias" not in load_file(tmp_path / "out" / "model.safetensors")

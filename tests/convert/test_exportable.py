@@ -110,8 +110,8 @@ def as_q6_k(weight: Tensor) -> Tensor:
 
 def test_k_quants_hold_the_projections_of_a_knee(tmp_path, shared):
     source = shared / "checkpoints/llama-shakespeare"
-    text = (shared / "data/tinyshakespeare.txt").read_text()[:20_000]
-    options = {"data": [text], "knee": 16.0, "max_tokens": 4096}
+    text = (shared / "data/tinyshakespeare.txt").read_text()[:8_000]
+    options = {"data": [text], "knee": 16.0, "max_tokens": 1024}
     convert_checkpoint(source, tmp_path / "ours", "qk_norm", exportable=True, **options)
     export_native(tmp_path / "ours", tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
@@ -156,9 +156,3 @@ def test_a_failed_calibration_restores_eps():
         calibrate(model, texts(), exportable=True, max_loss_increase=-9.0)
     assert model.config.scheme == RMS
     assert {norm.eps for layer in patched_layers(model).values() for norm in head_norms(layer).values()} == {1e-6}
-
-
-def test_a_conversion_without_text_is_refused(tmp_path):
-    sharp_model("llama").save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="exportable is for a calibration"):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out", "qk_norm", exportable=True)

@@ -1,24 +1,52 @@
-"""`push_to_hub` against a local Hub: the files of each commit, and files that are never uploaded."""
+"""`push_to_hub`: the files of its commit, files that are never uploaded, and refusals that change nothing."""
 
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub.errors import HfHubHTTPError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hf_qknorm import Calibration, Scheme, calibrate, patch_model, push_to_hub
+from hf_qknorm import Calibration, Scheme, calibrate, cli, patch_model, push_to_hub
 from hf_qknorm.convert.card import PLACEHOLDER, write_card
 from hf_qknorm.files.names import PLOT, REPORT
-from qknorm_tests.folders import contents, save
-from qknorm_tests.push_cases import SHARDS, checkpoint, logits, patched
+from qknorm_tests.folders import contents, save, save_with_tokenizer
+from qknorm_tests.hub import Hub
+from qknorm_tests.tables import randomise
 from qknorm_tests.tiny import tiny_model
 
+httpx = import_module(HfHubHTTPError.__bases__[0].__module__)  # the version that the Hub's client uses
 CODE, WEIGHTS, PROCESSOR = "modeling_qknorm.py", "model.safetensors", "preprocessor_config.json"
+SHARDS = {f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)}  # of `checkpoint(..., max_shard_size="200KB")`
 BATCHES = [torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(i)) for i in range(3)]
 LITTER = "optimizer.pt trainer_state.json training_args.bin pytorch_model.bin .env notes.txt events.out secret.json"
+EDITED = "\nMy own words.\n"
+
+
+def patched() -> PreTrainedModel:
+    return randomise(patch_model(tiny_model("llama", vocab_size=300), "qk_norm_cap"))
+
+
+def checkpoint(folder: Path, **options: Any) -> Path:
+    """Save a patched checkpoint with tokenizer, card, licence and chat templates; return the folder."""
+    save_with_tokenizer(patched(), folder, **options)
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n\nA model of the tests.\n")
+    (folder / "LICENSE").write_text("MIT")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
+    return folder
+
+
+def logits(model: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.arange(40).reshape(2, 20)).logits
 
 
 def litter(folder: Path) -> None:
@@ -34,26 +62,18 @@ def out(tmp_path: Path) -> Path:
     return checkpoint(tmp_path / "out")
 
 
-OLD = (REPORT, PLOT, "plot.png", "model.gguf", "notes.md")  # of an earlier push
-
-
 @pytest.mark.parametrize("sharded", [False, True], ids=["single", "sharded"])
 def test_one_commit_has_every_file_that_is_needed(hub, tmp_path, sharded):
     folder = checkpoint(tmp_path / "out", **({"max_shard_size": "200KB"} if sharded else {}))
     litter(folder)
     (folder / PROCESSOR).write_text("{}\n")
     before = contents(folder)
-    weights = {name for name in before if name.endswith(".safetensors")}
-    assert len(weights) == (3 if sharded else 1)
-    url = push_to_hub(folder, "me/tiny")
-    (commit,) = hub.commits("me/tiny")
-    assert url == f"{hub.url}/me/tiny/commit/{commit.oid}"
+    assert push_to_hub(folder, "me/tiny") == "https://huggingface.co/me/tiny/commit/1"
+    (commit,) = hub.repos["me/tiny"]["main"]
     kept = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md", "LICENSE"}
-    kept |= {"chat_template.jinja", "additional_chat_templates/tools.jinja"} | weights
-    if sharded:
-        kept.add("model.safetensors.index.json")
-    assert set(commit.changed) == kept | {CODE, PROCESSOR}
-    assert commit.files[PROCESSOR] == b"{}\n"
+    kept |= {"chat_template.jinja", "additional_chat_templates/tools.jinja", PROCESSOR}
+    kept |= {*SHARDS, f"{WEIGHTS}.index.json"} if sharded else {WEIGHTS}
+    assert commit.changed == kept | {CODE}
     assert contents(folder) == before
     for name in kept - {"README.md", "config.json"}:
         assert commit.files[name] == before[name]
@@ -63,152 +83,199 @@ def test_one_commit_has_every_file_that_is_needed(hub, tmp_path, sharded):
     assert "AutoModelForCausalLM" in json.loads(commit.files["config.json"])["auto_map"]
     compile(commit.files[CODE], CODE, "exec")
     for name, data in commit.files.items():
-        for secret in (str(tmp_path), str(Path.home()), "hf_writes"):
+        for secret in (str(tmp_path), str(Path.home())):
             assert secret.encode() not in data, name
-    loaded = AutoModelForCausalLM.from_pretrained("me/tiny")
-    assert torch.equal(logits(loaded), logits(AutoModelForCausalLM.from_pretrained(folder)))
-    assert AutoTokenizer.from_pretrained("me/tiny")("abc") == AutoTokenizer.from_pretrained(folder)("abc")
-
-
-def test_a_second_push_commits_changed_files_only(hub, out):
-    url = push_to_hub(out, "me/tiny")
-    sent = list(hub.received)
-    assert push_to_hub(out, "me/tiny") == url
-    assert len(hub.commits("me/tiny")) == 1
-    assert hub.received == sent
-    (out / "LICENSE").write_text("MIT, but newer")
-    push_to_hub(out, "me/tiny", commit_message="A newer licence")
-    last = hub.commits("me/tiny")[-1]
-    assert (last.title, last.changed) == ("A newer licence", ("LICENSE",))
-    assert hub.received == sent
+    got = hub.save("me/tiny", tmp_path / "got")
+    again, model = (AutoModelForCausalLM.from_pretrained(place) for place in (got, folder))
+    assert torch.equal(logits(again), logits(model))
+    assert AutoTokenizer.from_pretrained(got)("abc") == AutoTokenizer.from_pretrained(folder)("abc")
 
 
 def test_weights_and_reports_of_an_earlier_push_are_deleted(hub, tmp_path):
     """A stale `model.safetensors` would be loaded instead of the shards that the index names."""
     push_to_hub(checkpoint(tmp_path / "one"), "me/tiny")
-    hub.repos["me/tiny"].branches["main"][-1].files.update(dict.fromkeys(OLD, b"{}"))
-    push_to_hub(checkpoint(tmp_path / "two", max_shard_size="200KB"), "me/tiny")
-    last = hub.commits("me/tiny")[-1]
-    assert set(last.changed) == {WEIGHTS, REPORT, PLOT, "model.safetensors.index.json", *SHARDS}
-    assert {WEIGHTS, REPORT, PLOT} & set(last.files) == set()
-    assert {"model.gguf", "plot.png", "notes.md", *SHARDS} <= set(last.files)
+    hub.files("me/tiny").update(dict.fromkeys((REPORT, PLOT, "plot.png", "model.gguf", "notes.md"), b"{}"))
+    push_to_hub(checkpoint(tmp_path / "two", max_shard_size="200KB"), "me/tiny", commit_message="Shards")
+    assert hub.repos["me/tiny"]["main"][-1].title == "Shards"
+    assert {WEIGHTS, REPORT, PLOT} & hub.files("me/tiny").keys() == set()
+    assert {"model.gguf", "plot.png", "notes.md", *SHARDS} <= hub.files("me/tiny").keys()
 
 
 def test_an_edited_card_keeps_its_text(hub, out):
     write_card(out)
     card = (out / "README.md").read_text()
     assert PLACEHOLDER in card
-    (out / "README.md").write_text(f"{card}\nMy own words.\n")
+    (out / "README.md").write_text(card + EDITED)
     push_to_hub(out, "me/tiny")
-    (commit,) = hub.commits("me/tiny")
-    pushed = commit.files["README.md"].decode()
-    assert pushed.endswith("\nMy own words.\n")
+    pushed = hub.files("me/tiny")["README.md"].decode()
+    assert pushed.endswith(EDITED)
     assert 'from_pretrained("me/tiny")' in pushed
     assert PLACEHOLDER not in pushed
-    assert (out / "README.md").read_text() == f"{card}\nMy own words.\n"
+    assert (out / "README.md").read_text() == card + EDITED
 
 
-@pytest.mark.parametrize(("private", "asked"), [(None, None), (True, "private"), (False, "public")])
-def test_visibility_is_requested_only_if_private_is_given(hub, out, private, asked):
-    push_to_hub(out, "me/tiny", private=private)
-    (created,) = hub.created
-    visibility = created.get("visibility", {True: "private", False: "public"}.get(created.get("private")))
-    assert visibility == asked
-    push_to_hub(out, "me/tiny", private=private)
+@pytest.mark.parametrize("stale", ["scheme", "results"])
+def test_a_card_of_another_scheme_or_with_other_results_is_not_pushed(hub, out, caplog, stale):
+    model = patched()
+    calibrate(model, BATCHES, method="moments")
+    model.save_pretrained(out)
+    write_card(out)
+    (out / "README.md").write_text((out / "README.md").read_text() + EDITED)
+    if stale == "scheme":
+        model = patch_model(tiny_model("llama", vocab_size=300), Scheme(softcap=30.0))
+    else:
+        calibrate(model, BATCHES[:1], method="ones")
+    model.save_pretrained(out)
+    push_to_hub(out, "me/tiny")
+    assert "a new card is uploaded, without its edits" in caplog.text
+    pushed = hub.files("me/tiny")["README.md"].decode()
+    assert ("softcap=30.0" in pushed) is (stale == "scheme")
+    assert not pushed.endswith(EDITED)
 
 
-def test_a_name_without_owner_is_the_users_and_tokens_may_be_fine_grained(hub, out, monkeypatch):
-    monkeypatch.delenv("HF_TOKEN")
-    push_to_hub(out, "tiny", token="hf_mine")
-    push_to_hub(out, "lab/tiny", token="hf_elsewhere")
-    assert sorted(hub.repos) == ["lab/tiny", "me/tiny"]
+def test_where_a_push_goes(hub, out, capsys):
+    for private in (None, True, False):
+        for _ in range(2):
+            push_to_hub(out, f"me/{private}", private=private)
+    asked = [options["private"] for method, options in hub.calls if method == "create_repo"]
+    assert asked == [None, None, True, True, False, False]
+    hub.repos["me/None"]["next"] = list(hub.repos["me/None"]["main"])
+    push_to_hub(out, "me/None", revision="next")
+    assert [len(commits) for commits in hub.repos["me/None"].values()] == [2, 3]
+    assert cli.main(["push", str(out), "tiny", "--private", "--message", "First"]) == 0
+    assert capsys.readouterr().out == "pushed: https://huggingface.co/me/tiny/commit/1\n"
+    assert hub.private["me/tiny"]
+    assert hub.repos["me/tiny"]["main"][0].title == "First"
 
 
-def test_a_push_to_a_branch(hub, out):
-    branches = hub.create("me/tiny").branches
-    branches["next"] = list(branches["main"])
-    push_to_hub(out, "me/tiny", revision="next")
-    assert len(hub.commits("me/tiny", "next")) == 1
-    assert hub.commits("me/tiny") == []
-
-
-def test_a_model_in_memory_is_pushed_with_its_code_and_its_card(hub, tmp_path, caplog):
+def test_a_model_without_a_tokenizer_is_pushed_with_a_warning_and_its_card(hub, tmp_path, caplog):
     model = patch_model(AutoModelForCausalLM.from_pretrained(save(tiny_model("llama"), tmp_path / "base")), "qk_norm")
     push_to_hub(model, "me/tiny")
     assert "me/tiny gets no tokenizer: tokenizer.push_to_hub('me/tiny') adds one" in caplog.text
-    (commit,) = hub.commits("me/tiny")
-    assert {CODE, WEIGHTS, "config.json", "README.md"} <= set(commit.changed)
-    assert not [name for name, data in commit.files.items() if str(tmp_path).encode() in data]
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("me/tiny")), logits(model))
+    assert {CODE, WEIGHTS, "config.json", "README.md"} <= hub.files("me/tiny").keys()
+    assert not [name for name, data in hub.files("me/tiny").items() if str(tmp_path).encode() in data]
 
 
-def test_a_dry_run_lists_the_files_and_sends_nothing(hub, out, capsys, monkeypatch):
+def test_a_dry_run_lists_the_files_and_sends_nothing(hub, out, capsys):
     litter(out)
-    monkeypatch.delenv("HF_TOKEN")
     assert push_to_hub(out, "me/tiny", dry_run=True) is None
     listed = [line.split()[-1] for line in capsys.readouterr().out.splitlines()]
-    assert hub.requests == []
-    monkeypatch.setenv("HF_TOKEN", "hf_writes")
+    assert hub.calls == []
     push_to_hub(out, "me/tiny")
-    assert sorted(hub.commits("me/tiny")[-1].changed) == sorted(listed)
+    assert sorted(hub.files("me/tiny")) == sorted(listed)
 
 
-@pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])
-def test_transformers_own_push_uploads_the_code_too(hub, way, tmp_path):
+@pytest.mark.parametrize("way", ["ours", "push_to_hub", "save_pretrained"])
+def test_a_model_in_memory_is_pushed_with_its_code_and_its_report(hub, tmp_path, way):
+    """Also by transformers' own ways."""
     model = patched()
-    if way == "push_to_hub":
+    report = calibrate(model, BATCHES, method="moments")
+    if way == "ours":
+        push_to_hub(model, "me/tiny")
+    elif way == "push_to_hub":
         model.push_to_hub("me/tiny")
     else:
         model.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="me/tiny")
-    files = hub.commits("me/tiny")[-1].files
+    files = hub.files("me/tiny")
     assert json.loads(files["config.json"])["auto_map"]["AutoConfig"] == "modeling_qknorm.QKNormLlamaConfig"
     assert b"class QKNormModel" in files[CODE]
-    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained("me/tiny")), logits(model))
-
-
-def calibrated():
-    model = patched()
-    return model, calibrate(model, BATCHES, method="moments")
-
-
-@pytest.mark.parametrize("how", ["ours", "save_pretrained", "push_to_hub"])
-def test_a_model_in_memory_is_pushed_with_its_report(hub, tmp_path, how):
-    model, report = calibrated()
-    checkpoint(tmp_path / "out")
-    model.save_pretrained(tmp_path / "out")
-    if how == "ours":
-        push_to_hub(model, "me/tiny")
-    elif how == "save_pretrained":
-        model.save_pretrained(tmp_path / "out", push_to_hub=True, repo_id="me/tiny")
-    else:
-        model.push_to_hub("me/tiny")
-    files = hub.commits("me/tiny")[-1].files
     assert Calibration.from_dict(json.loads(files[REPORT])) == report
-    loaded = AutoModelForCausalLM.from_pretrained("me/tiny")
+    loaded = AutoModelForCausalLM.from_pretrained(hub.save("me/tiny", tmp_path / "got"))
+    assert torch.equal(logits(loaded), logits(model))
     loaded.save_pretrained(tmp_path / "again")
     assert Calibration.load(tmp_path / "again" / REPORT) == report
 
 
-def test_after_training_the_card_says_that_its_numbers_are_those_of_the_conversion(tmp_path):
-    model, report = calibrated()
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight.add_(1e-4)
-    model.save_pretrained(tmp_path)
-    assert [path.name for path in write_card(tmp_path)] == ["README.md", PLOT]
-    card = (tmp_path / "README.md").read_text()
-    assert "All numbers were measured at conversion." in card
-    assert f"{report.loss:.3f}" in card
+def no_gain(hub: Hub, out: Path) -> None:
+    weights = load_file(out / WEIGHTS)
+    del weights["model.layers.1.self_attn.q_norm.weight"]
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
 
 
-def test_a_card_of_another_scheme_is_not_pushed(hub, tmp_path, caplog):
-    """Also without a report, whose numbers would tell."""
-    out = checkpoint(tmp_path / "out")
-    write_card(out)
-    card = (out / "README.md").read_text()
-    (out / "README.md").write_text(f"{card}\nMy own words.\n")
-    patch_model(tiny_model("llama", vocab_size=300), Scheme(softcap=30.0)).save_pretrained(out)
+def linked_out(hub: Hub, out: Path) -> None:
+    (out.parent / "elsewhere").write_text("{}")
+    (out / "tokenizer.json").unlink()
+    (out / "tokenizer.json").symlink_to(out.parent / "elsewhere")
+
+
+def other_size(hub: Hub, out: Path) -> None:
+    data = json.loads((out / "config.json").read_text()) | {"num_hidden_layers": 7}
+    hub.create("me/tiny", **{"config.json": json.dumps(data).encode()})
+
+
+def holding(private: bool = False, **files: bytes) -> Any:
+    return lambda hub, out: hub.create("me/tiny", private, **files)
+
+
+REFUSALS: list[tuple[Any, Any, type[Exception], str]] = [
+    ({"repo_id": "me/tiny/more"}, None, ValueError, "the repository is 'me/tiny/more', expected a name on the Hub, as"),
+    ({"repo_id": ""}, None, ValueError, "the repository is '', expected a name on the Hub"),
+    ({"repo_id": None}, None, ValueError, "the repository is None, expected a name on the Hub"),
+    ({}, holding(**{"config.json": b'{"model_type": "llama"}'}), ValueError, "(model_type 'llama', expected qknorm_ll"),
+    ({}, other_size, ValueError, "holds another model (num_hidden_layers 7, expected 2)"),
+    ({}, holding(**{"pytorch_model.bin": b""}), ValueError, "holds another model (pytorch_model.bin)"),
+    ({"private": True}, holding(), ValueError, "me/tiny is public: make it private in its settings"),
+    ({"checkpoint": "./nowhere"}, None, FileNotFoundError, "nowhere is no folder"),
+    ({"checkpoint": torch.nn.Linear(2, 2)}, None, ValueError, "a Linear can't be pushed"),
+    ({"checkpoint": tiny_model("llama")}, None, ValueError, "a LlamaForCausalLM can't be pushed: pass a model patched"),
+    ({"checkpoint": patch_model(tiny_model("llama"), "none")}, None, ValueError, "holds a plain llama"),
+    ({}, lambda hub, out: save(tiny_model("llama", vocab_size=300), out), ValueError, "plain llama: convert it first"),
+    ({}, no_gain, ValueError, "model.layers.1.self_attn.q_norm.weight"),
+    ({}, linked_out, ValueError, "tokenizer.json is a link to"),
+]
+
+
+@pytest.mark.parametrize(("options", "change", "kind", "message"), REFUSALS, ids=[x[-1][:40] for x in REFUSALS])
+def test_a_refused_push_commits_nothing(hub, out, options, change, kind, message):
+    if change is not None:
+        change(hub, out)
+    before = {name: dict(branches) for name, branches in hub.repos.items()}
+    with pytest.raises(kind) as error:
+        push_to_hub(**{"checkpoint": out, "repo_id": "me/tiny"} | options)
+    assert message in str(error.value)
+    assert hub.repos == before
+    assert "create_commit" not in dict(hub.calls)
+
+
+def answer(status: int, message: str) -> HfHubHTTPError:
+    request = httpx.Request("POST", "https://huggingface.co")
+    return HfHubHTTPError("A\nparagraph", response=httpx.Response(status, request=request), server_message=message)
+
+
+def in_a_thread(cause: Exception) -> RuntimeError:
+    error = RuntimeError("Error while uploading")
+    error.__cause__ = cause
+    return error
+
+
+FAILURES: list[tuple[str, Exception, type[Exception], str]] = [
+    (
+        "create_repo",
+        answer(401, "Invalid username"),
+        PermissionError,
+        "the Hub denied access (401 Invalid username): l",
+    ),
+    ("create_commit", answer(403, "No rights"), PermissionError, "with a token that has write access"),
+    ("model_info", answer(404, "Invalid rev id"), OSError, "the Hub answered 404 Invalid rev id. The same command may"),
+    ("create_commit", answer(503, ""), OSError, "the Hub answered 503 Service Unavailable. The same command may be"),
+    (
+        "create_repo",
+        httpx.ConnectError("refused\n"),
+        ConnectionError,
+        "no connection to the Hub (ConnectError: refused)",
+    ),
+    ("create_commit", in_a_thread(answer(403, "")), OSError, "the upload failed (HfHubHTTPError: A). The same command"),
+]
+
+
+@pytest.mark.parametrize(("method", "failure", "kind", "message"), FAILURES, ids=[x[-1][:40] for x in FAILURES])
+def test_a_failed_push_is_one_line_and_may_be_repeated(hub, out, method, failure, kind, message):
+    hub.failures[method] = failure
+    with pytest.raises(kind) as error:
+        push_to_hub(out, "me/tiny")
+    assert str(error.value).startswith("me/tiny: ")
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    hub.failures.clear()
     push_to_hub(out, "me/tiny")
-    assert "a new card is uploaded, without its edits" in caplog.text
-    pushed = hub.commits("me/tiny")[-1].files["README.md"].decode()
-    assert "softcap=30.0" in pushed
-    assert "50" not in pushed.partition("## Changes")[2].partition("##")[0]
+    assert len(hub.repos["me/tiny"]["main"]) == 1

@@ -52,13 +52,6 @@ def test_the_gains_are_not_quantised(name, saved):
         assert_near(small(**make_batch("left")).logits, model(**make_batch("left")).logits, 0.1)
 
 
-@torch.no_grad()
-def test_four_bits_compute_what_their_values_do(saved):
-    small, whole = (quantised("4 bit", saved[1]) for _ in range(2))  # a call packs the weights anew
-    logits = whole.dequantize()(**make_batch("left")).logits
-    assert_near(small(**make_batch("left")).logits, logits, 0.02)  # dequantised by way of bfloat16
-
-
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_saved_quantised_it_comes_back_with_its_code(name, saved, tmp_path):

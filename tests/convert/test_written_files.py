@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import Calibration, cli, convert_checkpoint
+from hf_qknorm import Calibration, convert_checkpoint
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
 from hf_qknorm.ops.norms import NORMS, NormKind
 from qknorm_tests.folders import save_with_tokenizer
@@ -36,11 +36,6 @@ def test_a_conversion_writes_card_code_and_report(source, tmp_path):
     assert (out / KEPT_CARD).read_text() == OURS[CARD]
     for name in (CARD, REPORT, "config.json"):
         assert str(tmp_path) not in (out / name).read_text(), name
-
-
-def test_a_converted_checkpoint_keeps_its_report_when_it_is_saved(source, tmp_path):
-    out = tmp_path / "out"
-    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], method="moments")
     AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again")
     assert Calibration.load(tmp_path / "again" / REPORT) == report == Calibration.load(out / REPORT)
 
@@ -66,11 +61,3 @@ def test_code_that_can_not_be_made_is_refused_with_the_way_out(source, tmp_path,
     monkeypatch.setattr("hf_qknorm.standalone.generate.standalone_code", lambda model_type: {}[model_type])
     with pytest.raises(ValueError, match="no stand-alone code can be made for llama .*KeyError: 'llama'"):
         convert_checkpoint(source, tmp_path / "other", "qk_norm")
-
-
-@pytest.mark.parametrize(("options", "without"), [([], True), (["--no-standalone"], False)])
-def test_the_last_line_says_how_to_load(source, tmp_path, options, without, capsys):
-    assert cli.main(["convert", str(source), str(tmp_path / "out"), "--scheme", "qk_norm", *options]) == 0
-    line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("load it with `import hf_qknorm`")
-    assert ("trust_remote_code=True" in line) == without

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from hf_qknorm import Calibration, Scheme
+from hf_qknorm import Scheme
 from hf_qknorm.checkpoint import open_source
 from hf_qknorm.convert.card import is_generated_card
 from hf_qknorm.files.names import INDEX, SINGLE
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.derived import derived_config
-from qknorm_tests.hostile import NASTY, REPORT, as_json, outcome, variants
+from qknorm_tests.hostile import NASTY, as_json, outcome, variants
 from qknorm_tests.tiny import tiny_model
 
 
@@ -27,17 +27,6 @@ def test_each_part_of_a_scheme():
             if scheme is not None:
                 assert Scheme.from_dict(json.loads(json.dumps(scheme.to_dict()))) == scheme
                 assert len(str(scheme)) < 300
-
-
-def test_each_part_of_a_report():
-    assert Calibration.from_dict(REPORT.to_dict()) == REPORT
-    for data in variants(REPORT.to_dict()):
-        report = outcome(lambda data=data: Calibration.from_dict(data))
-        if report is not None:
-            again = Calibration.from_dict(json.loads(json.dumps(report.to_dict())))
-            assert again.to_dict().keys() == report.to_dict().keys()
-            assert report.table()
-            assert str(report)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
@@ -57,8 +46,8 @@ def test_each_part_of_a_config(model_type):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    tiny_model("llama").save_pretrained(tmp_path)
-    return tmp_path
+    tiny_model("llama").save_pretrained(tmp_path / "folder")
+    return tmp_path / "folder"
 
 
 def test_each_part_of_headers_and_indices(folder):
@@ -74,15 +63,14 @@ def test_each_part_of_headers_and_indices(folder):
             assert outcome(lambda: open_source(folder)) is None
 
 
-OUTSIDE = ("../x", "/etc/x", "a/b", "..\\x", "C:x", "x\0", "\n", "x" * 300, "")
-
-
-@pytest.mark.parametrize("name", [*(f"{name}.safetensors" for name in OUTSIDE), "x.bin"])
+@pytest.mark.parametrize("name", ["../x.safetensors", "OUTSIDE", "x\0", "\n", "x" * 300, "", 3, None])
 def test_an_index_names_only_files_of_its_folder(folder, name):
-    (folder / SINGLE).unlink()
+    outside = (folder / SINGLE).rename(folder.parent / "x.safetensors")
+    name = str(outside) if name == "OUTSIDE" else name
     (folder / INDEX).write_text(json.dumps({"weight_map": {"weight": name}}))
-    with pytest.raises(ValueError, match=r"expected \.safetensors files of this folder"):
+    with pytest.raises((ValueError, OSError), match=r"outside the folder|json names .* missing") as error:
         open_source(folder)
+    assert "\n" not in str(error.value)
 
 
 MATTER = ["[" * 900, "- " * 900, "a: " * 500, "? " * 900, "\0", "\ud800", "%", "&a *a", *map(as_json, NASTY)]

@@ -130,7 +130,7 @@ def test_errors_name_the_file(tmp_path):
         with pytest.raises(ValueError, match=message):
             Calibration.load(file)
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match="report.json is not UTF-8"):
+    with pytest.raises(ValueError, match="report.json: Invalid JSON"):
         Calibration.load(file)
 
 
