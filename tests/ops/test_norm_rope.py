@@ -191,7 +191,6 @@ def test_a_new_norm_is_one_entry(name: str, kernel: Kernel, monkeypatch: pytest.
     with pytest.raises(ValueError, match=r"expected one of .* \"auto\" or None"):
         Scheme(q=name)
     monkeypatch.setitem(NORMS, name, kind)
-    scheme = Scheme(q=name, k=name, p=3.0 if kind.any_order else 2.0)
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = (centred(x) if kind.centred else x) / size(x)[..., None]
     with torch.no_grad():
