@@ -67,7 +67,7 @@ def evaluate(model: Any, batches: Batches, cap: float, *, compared: bool = True)
             now = is_unpatched
 
         base, own = _predictions(model, batches, watch, compared)
-    return Evaluation(base if compared else None, own, _plain_numbers(before), _plain_numbers(after))
+    return Evaluation(base if compared else None, own, plain_numbers(before), plain_numbers(after))
 
 
 def predictions(
@@ -157,7 +157,7 @@ def _row_sums(base: Tensor, own: Tensor, wanted: Tensor, real: Tensor) -> Tensor
     return torch.stack([base_nll, own_nll, predicts.sum(), kl, same, real.sum()]).double().cpu()
 
 
-def _plain_numbers(watched: Mapping[str, LogitStatistics]) -> dict[str, LayerStatistics]:
+def plain_numbers(watched: Mapping[str, LogitStatistics]) -> dict[str, LayerStatistics]:
     """The statistics as plain numbers; None for what was not seen: NaN throughout."""
     found = {}
     for name, statistics in watched.items():

@@ -12,7 +12,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.reports.tables import aligned, mean
+from hf_qknorm.reports.tables import aligned
 
 FORMAT: Final = 1  # of reports and logs
 COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
@@ -49,13 +49,12 @@ class Prediction:
 class LayerStatistics:
     """A layer's numbers, as in reports, inspections and logs: `LogitStatistics` of one per head, and more.
 
-    `rms_k`, `rms_v` and `beyond_k` have one number per key head; `even`, `rms_out`, `rms_mlp` and those from `cap` on,
-    except gradients, one in all. What could not be measured, or is not recorded there, has its default: keys in a layer
-    that attends to another's; `beyond_q` and `beyond_k` without a knee.
+    `rms_k`, `rms_v` and `beyond_k` have one number per key head; `even`, `rms_out`, `rms_mlp` and those from `cap` on
+    one in all. What could not be measured, or is not recorded there, has its default: keys in a layer that attends to
+    another's; `beyond_q` and `beyond_k` without a knee.
 
-    Of logs: `cap`, and `grad_q` and `grad_k`, the norms of the gradients of the weights, one per head or one for the
-    projection. Of logs and inspections: `gain_q` and `gain_k`, the largest |gain| of the norms of queries and keys, the
-    scheme's or the model's own, and `bound`, the largest |logit| that these norms let any input have.
+    Of logs: `cap`. Of logs and inspections: `gain_q` and `gain_k`, the largest |gain| of the norms of queries and keys,
+    the scheme's or the model's own, and `bound`, the largest |logit| that these norms let any input have.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -76,20 +75,12 @@ class LayerStatistics:
     gain_q: float | None = None
     gain_k: float | None = None
     bound: float | None = None
-    grad_q: Numbers | None = None
-    grad_k: Numbers | None = None
 
-    @property
-    def rms_qkv(self) -> float:
-        """The root mean square of queries, keys (unless they are another layer's) and values together."""
-        parts = (self.rms_q, self.rms_k, self.rms_v)
-        return math.sqrt(mean([x * x for numbers in parts for x in numbers or ()]))
-
-    def collapsed(self, cap: float, share: float = COLLAPSED) -> tuple[int, ...]:
-        """The heads with |logit| over half the cap and an entropy under this share of even attention's."""
+    def collapsed(self, cap: float) -> tuple[int, ...]:
+        """The heads with |logit| over half the cap and an entropy under a tenth of even attention's."""
         # low entropy with small logits is normal: heads that attend to the previous token have it from the start
         heads = zip(self.entropy, self.max_logit, strict=True)
-        return tuple(i for i, (nats, logit) in enumerate(heads) if nats < share * self.even and logit > cap / 2)
+        return tuple(i for i, (nats, logit) in enumerate(heads) if nats < COLLAPSED * self.even and logit > cap / 2)
 
 
 @dataclass(frozen=True)
