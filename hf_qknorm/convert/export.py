@@ -28,8 +28,7 @@ from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.knees import knee_of, set_knee
 from hf_qknorm.model.placement import check_finite
 from hf_qknorm.model.record import own_tensors
-from hf_qknorm.training.constant_norms import check_norms
-from hf_qknorm.training.removal import remove_norms
+from hf_qknorm.training.removal import check_norms, remove_norms
 
 BATCH = 8  # sequences in a forward pass
 

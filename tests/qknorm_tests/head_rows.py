@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -56,27 +55,6 @@ def input_norms(model: nn.Module, model_type: str) -> list[dict[str, nn.Module]]
         before = getattr(owner, name)
         found.append({p: getattr(layer, LATENT_NORMS[p]) if p in LATENT_NORMS else before for p in rows})
     return found
-
-
-def gain_by_hand(norm: Any) -> Tensor:
-    return norm.weight.detach().double() + (type(norm).__name__ == "GemmaRMSNorm")
-
-
-def size_by_hand(layer: Any, part: str, rows: slice, model_type: str, norm: Any) -> float:
-    """√(‖W·diag(g)‖² + ‖W·β + b‖²) of a head, in which LayerNorm takes each row's mean from W·diag(g)."""
-    weight, *bias = (x[rows].double() for x in outputs_first(layer, ROWS[model_type][part][0]))
-    scaled, constant = weight * gain_by_hand(norm), sum(bias)
-    if isinstance(norm, nn.LayerNorm):
-        scaled = scaled - scaled.mean(1, keepdim=True)
-        constant = constant + weight @ norm.bias.detach().double()
-    return float((scaled.square().sum() + (constant.square().sum() if torch.is_tensor(constant) else 0.0)).sqrt())
-
-
-def input_size_by_hand(norm: Any) -> float:
-    """The root mean square of the norm's results."""
-    square = gain_by_hand(norm).square()
-    bias = getattr(norm, "bias", None)
-    return float((square if bias is None else square + bias.detach().double().square()).mean().sqrt())
 
 
 def attention_layers(model: nn.Module, model_type: str) -> list[Any]:
