@@ -13,8 +13,7 @@ from typing import Any
 import torch
 
 from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate
-from hf_qknorm.calibration.checks import check_inputs
-from hf_qknorm.calibration.options import Knee, exported_eps, resolve_method
+from hf_qknorm.calibration.checks import Knee, check_inputs, resolve_knee
 from hf_qknorm.checkpoint import (
     Source,
     copied_files,
@@ -26,6 +25,7 @@ from hf_qknorm.checkpoint import (
 )
 from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import family_of
+from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_bytes
 from hf_qknorm.files.hub_names import hub_name
@@ -55,7 +55,6 @@ def convert_checkpoint(
     scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
     *,
     data: Any = None,
-    method: str | None = None,
     knee: Knee | None = None,
     max_loss_increase: float | None = None,
     length: int | None = None,
@@ -68,7 +67,7 @@ def convert_checkpoint(
 ) -> Calibration | None:
     """Convert the checkpoint `src` (a folder or a Hub name) to `scheme`, into the new folder `dst`.
 
-    With `data` (texts or batches, as for `calibrate`) the model is calibrated with `method`, `knee` and `exportable`;
+    With `data` (texts or batches, as for `calibrate`) the model is calibrated with `knee` and `exportable`;
     the report is returned, and saved beside the weights. Without it gains are fresh. Texts are cut into sequences of
     `length` tokens, by default 256, or half of learned positions, and used up to `max_tokens`, by default 262,144.
 
@@ -91,16 +90,16 @@ def convert_checkpoint(
     directory or a parent of it; OSError, naming the file or checkpoint, for a failed read, write or download. After an
     error nothing is written.
 
-    >>> report = qk.convert_checkpoint("llama", "converted", "qk_norm", data=texts, method="moments")
+    >>> report = qk.convert_checkpoint("llama", "converted", "qk_norm", data=texts, knee=0)
     >>> report.scheme.q
     'rms'
     """
     scheme = Scheme.of(scheme).resolve()
     chosen: dict[str, Any] = {"knee": knee, "max_loss_increase": max_loss_increase, "exportable": exportable}
     if data is None:
-        _check_no_calibration(method=method, length=length, max_tokens=max_tokens, **chosen)
+        _check_no_calibration(length=length, max_tokens=max_tokens, **chosen)
     else:
-        resolve_method(scheme, method, **chosen)  # raises for wrong arguments
+        resolve_knee(scheme, **chosen)  # raises for wrong arguments
         check_text(data)
     if max_memory is not None:
         memory_limits(max_memory)
@@ -111,7 +110,7 @@ def convert_checkpoint(
     check()
     model = _patched_on_meta(source, scheme, standalone)
     if exportable:
-        exported_eps(_patched_part(model).config)
+        counterpart(_patched_part(model).config)  # raises without one
     max_tokens = TRIED_TOKENS if dry_run else max_tokens or MAX_TOKENS
     batches = None
     if names_a_path(data) or not (data is None or dry_run):  # a dry run would use up an iterator
@@ -129,7 +128,7 @@ def convert_checkpoint(
         part = _patched_part(patch_model(model, scheme))
         report = None
         if batches is not None:
-            found = calibrate(part, batches, method, max_tokens=max_tokens, **chosen)
+            found = calibrate(part, batches, max_tokens=max_tokens, **chosen)
             dataset = hub_name(data) if isinstance(data, str) else None
             report = replace(found, base_model=hub_name(source.name), dataset=dataset)
             set_record(part, report.to_dict())

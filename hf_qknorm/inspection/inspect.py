@@ -157,10 +157,9 @@ def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) ->
     if family_of(model.config).refusal(model.config, scheme) is not None:
         return found
     knees: list[KneeTrial] = []
-    with _patched(model, scheme), tried_knees(model, judged, SWEPT, kept) as tried:
-        for knee in SWEPT:
+    with _patched(model, scheme):
+        for knee, base, own in tried_knees(model, judged, SWEPT, kept):
             ends = bool(knees) and knees[-1].cost <= LIMIT
-            base, own = tried(knee)
             knees.append(KneeTrial(knee, own.loss - base.loss, own.kl, worst_bound(model)))
             if ends:
                 break

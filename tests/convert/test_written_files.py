@@ -28,7 +28,7 @@ def test_a_conversion_writes_card_code_and_report(source, tmp_path):
     for name, text in OURS.items():
         (source / name).write_text(text)
     out = tmp_path / "out"
-    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], method="moments")
+    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], knee=0)
     assert {CODE_FILE, REPORT, CARD, KEPT_CARD, PLOT} <= {path.name for path in out.iterdir()}
     card = (out / CARD).read_text()
     assert "license: mit" in card
@@ -42,7 +42,7 @@ def test_a_conversion_writes_card_code_and_report(source, tmp_path):
 
 def test_a_converted_checkpoint_keeps_its_report_when_it_is_saved(source, tmp_path):
     out = tmp_path / "out"
-    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], method="moments")
+    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], knee=0)
     AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again")
     assert Calibration.load(tmp_path / "again" / REPORT) == report == Calibration.load(out / REPORT)
 
@@ -81,7 +81,7 @@ def test_the_last_line_says_how_to_load(source, tmp_path, options, without, caps
 def test_the_command_card_measures_again(source, tmp_path, capsys):
     out, corpus = tmp_path / "out", tmp_path / "corpus.txt"
     corpus.write_text(TEXT)
-    first = convert_checkpoint(source, out, "qk_norm_cap", data=[TEXT], method="moments")
+    first = convert_checkpoint(source, out, "qk_norm_cap", data=[TEXT], knee=0)
     model = AutoModelForCausalLM.from_pretrained(out)
     model.lm_head.weight.data.mul_(2.0)
     model.save_pretrained(out)
