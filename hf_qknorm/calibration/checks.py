@@ -1,10 +1,13 @@
-"""The models and batches that `calibrate` refuses."""
+"""The options, models and batches that `calibrate` refuses, and its defaults."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, Literal
 
 from hf_qknorm.calibration.gains import named_norms
+from hf_qknorm.calibration.knees import EXPORT_KNEE, SHARPNESS
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.measure.batches import Batches, is_bidirectional
 from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import INPUTS
@@ -14,6 +17,41 @@ from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.install import require_base
 from hf_qknorm.scheme import Scheme
+
+Knee = float | Literal["auto"]
+
+
+def resolve_knee(scheme: Scheme, knee: Knee | None, max_loss_increase: float | None, exportable: bool) -> Knee:
+    """The knee of a calibration, with the default in place of None.
+
+    Raises ValueError for a knee that the scheme can't have, and a limit that is not finite.
+    """
+    if max_loss_increase is not None and not math.isfinite(max_loss_increase):
+        raise ValueError(f"max_loss_increase={max_loss_increase} is no limit: expected a finite number, or None")
+    if knee is not None and knee != "auto" and (isinstance(knee, str) or not 0 <= knee < math.inf):
+        raise ValueError(f'knee={shorten(knee)}: expected a number ≥ 0, "auto", or None')
+    if exportable:
+        knee = EXPORT_KNEE if knee is None else knee
+        if isinstance(knee, str) or not knee:
+            raise ValueError(f"knee={knee} is not exportable: expected a number above 0, as knee={EXPORT_KNEE:g}")
+    possible = bool(scheme.norms) and scheme.pre_norm
+    if knee is None:
+        return "auto" if possible and scheme.gain != "none" else 0.0
+    if knee and not possible:
+        raise ValueError(
+            f"knee={knee}: expected 0 unless q, k or v is normed and pre_norm is True: a norm with a knee keeps part "
+            "of the scale"
+        )
+    return knee
+
+
+def resolve_sharpness(sharpness: float | None, knee: Knee, exportable: bool) -> float:
+    """The sharpness of a calibration, by default by its knee. Raises ValueError for one that is not possible."""
+    if sharpness is None:
+        return float(SHARPNESS if isinstance(knee, str) else 1)
+    if not 1 <= sharpness < math.inf or (exportable and sharpness != 1):
+        raise ValueError(f"sharpness={sharpness}: expected {'1 with exportable' if exportable else 'a number ≥ 1'}")
+    return float(sharpness)
 
 
 def scheme_of(model: Any) -> Scheme:
@@ -29,11 +67,6 @@ def scheme_of(model: Any) -> Scheme:
     return model.config.scheme
 
 
-def predicts_masked(model: Any) -> bool:
-    """Whether a model predicts masked tokens, which its batches label."""
-    return is_bidirectional(model.config) and model.get_output_embeddings() is not None
-
-
 def check_inputs(model: Any, batches: Batches) -> None:
     """Raise ValueError for batches without the model's input, or without labels that a masked language model needs."""
     if missing := next((batch for batch in batches if model.main_input_name not in batch), None):
@@ -41,7 +74,8 @@ def check_inputs(model: Any, batches: Batches) -> None:
             f'{type(model).__name__} takes "{model.main_input_name}", and a batch has {", ".join(missing)}: give '
             "mappings with it"
         )
-    if predicts_masked(model) and not all("labels" in batch for batch in batches):
+    predicts_masked = is_bidirectional(model.config) and model.get_output_embeddings() is not None
+    if predicts_masked and not all("labels" in batch for batch in batches):
         raise ValueError(
             f"{type(model).__name__} has bidirectional attention and predicts masked tokens: give batches with "
             '"input_ids", some of them masked, and "labels", as DataCollatorForLanguageModeling makes them'
@@ -59,20 +93,14 @@ def check_supported(model: Any, limit: float | None) -> None:
                 f"the gains of {layer}.{name} are offloaded, where new values are lost: load the model into memory, or "
                 "calibrate the original checkpoint while it is converted (convert_checkpoint with max_memory)"
             )
-    if not model.config.scheme.pre_norm and not is_exact(model):
-        _check_scalable(model)
-    if limit is not None and model.get_output_embeddings() is None:
-        raise ValueError(
-            f"{type(model).__name__} predicts no tokens, which max_loss_increase={limit:g} compares: leave it out, or "
-            "calibrate the language model"
-        )
-
-
-def _check_scalable(model: Any) -> None:
-    """Raise ValueError if the projections that norms were folded into are under adapters."""
-    layers = patched_layers(model).values()
+    layers = [] if model.config.scheme.pre_norm or is_exact(model) else patched_layers(model).values()
     if any(is_adapter_layer(layer.get_submodule(part)) for layer in layers for part in layer.family.style.weights):
         raise ValueError(
             "a scheme with pre_norm=False scales projections, and some are under adapters, which do not save them: "
             "calibrate before you add adapters"
+        )
+    if limit is not None and model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__} predicts no tokens, which max_loss_increase={limit:g} compares: leave it out, or "
+            "calibrate the language model"
         )

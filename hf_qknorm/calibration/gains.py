@@ -99,9 +99,8 @@ class NormSums:
 
     def covers(self, knee: float) -> bool:
         """Whether the grid reaches the e of this knee on both sides, as interpolation needs."""
-        if knee == 0 or self.sharpness > 1 or self.power.value == 0:
-            return True
-        return float(self.grid[2]) <= self.e(knee) <= float(self.grid[-2])
+        exact = knee == 0 or self.sharpness > 1 or self.power.value == 0
+        return exact or float(self.grid[2]) <= self.e(knee) <= float(self.grid[-2])
 
     def at(self, knee: float) -> list[Tensor]:
         """The five sums `[H, D]` at this knee."""
@@ -120,11 +119,10 @@ class NormSums:
             axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
             sums = [x.sum(axes, keepdim=True) for x in sums]
         nn, nx, n, x, count = sums
-        if sharp:
-            gain = torch.ones_like(x)
+        if sharp:  # the bias is the mean that the norm takes off
             centred = bias and NORMS[self.norm.norm].centred
             offset = (x / count).mean(-1, keepdim=True).expand_as(x) if centred else torch.zeros_like(x)
-            return gain.reshape(*shape), offset.reshape(*shape)
+            return torch.ones(*shape, dtype=x.dtype), offset.reshape(*shape)
         if bias:
             nn, nx = nn - n * n / count, nx - n * x / count
         gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
@@ -135,43 +133,38 @@ class NormSums:
 class ClosedFormGains:
     """The sums of every norm of a patched model over a text, and the gains that follow from them for any knee.
 
-    The text takes one pass through the unpatched model. `expected` are the `expected_powers` of a sample. Where the
-    text's are more than four times larger or smaller, there is a second pass. `exportable` is for norms of order 2 and
-    a sharpness of 1.
+    The text takes one pass through the unpatched model, after one of its `sample`, whose mean |x|ᵖ the grids are
+    around; sharp norms need none. Where the text's are more than four times larger or smaller, there is a second pass.
+    `exportable` is for norms of order 2 and a sharpness of 1.
     """
 
     def __init__(
         self,
         model: Any,
         batches: Batches,
-        expected: Mapping[NormKey, float],
+        sample: Batches,
         knees: Sequence[float],
-        exportable: bool = False,
         sharpness: float = 1.0,
+        exportable: bool = False,
     ) -> None:
         self.model = model
         norms = named_norms(model)
-        self.powers = dict(expected) or dict.fromkeys(norms, 0.0)
-        for _ in range(2):
-            self.sums = {
-                key: NormSums(norm, knees, self.powers[key], sharpness, exportable) for key, norm in norms.items()
-            }
+        powers = dict.fromkeys(norms, 0.0)
+        for text in (*([sample] if sharpness == 1 else []), batches, batches):
+            tried = () if text is sample else knees
+            self.sums = {key: NormSums(norm, tried, powers[key], sharpness, exportable) for key, norm in norms.items()}
             with observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
-                for batch in progress_bar(batches, desc="moments", unit="batch"):
+                for batch in progress_bar(text, desc="moments", unit="batch"):
                     run(batch)
-            self.powers = {key: found.power.value for key, found in self.sums.items()}
-            if all(found.covers(knee) for found in self.sums.values() for knee in knees):
+            powers = {key: found.power.value for key, found in self.sums.items()}
+            if text is batches and all(found.covers(knee) for found in self.sums.values() for knee in knees):
                 break
 
-    def apply(self, knee: float, *, gains: bool = True) -> None:
-        """Set this knee, and the gains and biases that fit it; with `gains=False` the knee alone.
-
-        Raises ValueError, before anything changes, for a mean that is not finite.
-        """
-        shapes = [(found.norm, found.shape(knee)) for found in self.sums.values()]
-        for norm, shape in shapes:
-            norm.set_shape(shape)
-        for name, layer in patched_layers(self.model).items() if gains else ():
+    def apply(self, knee: float) -> None:
+        """Set this knee, and the gains and biases that fit it. Raises ValueError for a mean that is not finite."""
+        for found in self.sums.values():
+            found.norm.set_shape(found.shape(knee))
+        for name, layer in patched_layers(self.model).items():
             self._set_gains(name, layer, knee)
 
     @torch.no_grad()
@@ -194,11 +187,6 @@ class ClosedFormGains:
                 norm.bias.copy_(bias * factor)
 
 
-def expected_powers(model: Any, batches: Batches) -> Mapping[NormKey, float]:
-    """The mean |x|ᵖ of the inputs of each norm, by the unpatched model. Sharp norms need none."""
-    return ClosedFormGains(model, batches, {}, ()).powers
-
-
 def named_norms(model: nn.Module) -> dict[NormKey, HeadNorm]:
     """The norms of a patched model by their layer's name and their own."""
     layers = patched_layers(model).items()
@@ -209,11 +197,10 @@ def rescale_folded_weights(model: Any, batches: Batches) -> None:
     """Rescale the projections behind folded norms, so that their biases are right for the text's mean σ."""
     sigmas = {layer: Mean() for layer in patched_layers(model).values()}
 
-    def observer(layer: QKNormAttention) -> Callable[[Tensor], None]:
-        norm: Any = layer.removed_norm[0]
-        return lambda x: sigmas[layer].add(norm.sigma(x).double())
+    def observe(layer: Any, x: Tensor) -> None:
+        sigmas[layer].add(layer.removed_norm[0].sigma(x).double())
 
-    with observed_inputs(model, {layer.removed_norm[0]: observer(layer) for layer in sigmas}) as run:
+    with observed_inputs(model, {layer.removed_norm[0]: partial(observe, layer) for layer in sigmas}) as run:
         for batch in batches:
             run(batch)
     for layer, sigma in sigmas.items():

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate
-from hf_qknorm.calibration.checks import check_inputs
-from hf_qknorm.calibration.options import Knee, exported_eps, resolve_method
+from hf_qknorm.calibration.checks import Knee, check_inputs, resolve_knee
 from hf_qknorm.checkpoint import (
     Source,
     copied_files,
@@ -23,6 +22,7 @@ from hf_qknorm.checkpoint import (
 )
 from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import family_of
+from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_bytes
 from hf_qknorm.files.hub_names import hub_name
@@ -52,7 +52,6 @@ def convert_checkpoint(
     scheme: Scheme | str | Mapping[str, Any] = "qk_norm_cap",
     *,
     data: Any = None,
-    method: str | None = None,
     knee: Knee | None = None,
     max_loss_increase: float | None = None,
     length: int | None = None,
@@ -65,7 +64,7 @@ def convert_checkpoint(
 ) -> Calibration | None:
     """Convert the checkpoint `src` (a folder or a Hub name) to `scheme`, into the new folder `dst`.
 
-    With `data` (texts or batches, as for `calibrate`) the model is calibrated with `method`, `knee` and `exportable`;
+    With `data` (texts or batches, as for `calibrate`) the model is calibrated with `knee` and `exportable`;
     the report is returned, and saved beside the weights. Without it gains are fresh. Texts are cut into sequences of
     `length` tokens, by default 256, or half of learned positions, and used up to `max_tokens`, by default 262,144.
 
@@ -88,17 +87,18 @@ def convert_checkpoint(
     directory or a parent of it; OSError, naming the file or checkpoint, for a failed read, write or download. After an
     error nothing is written.
 
-    >>> report = qk.convert_checkpoint("llama", "converted", "qk_norm", data=texts, method="moments")
+    >>> report = qk.convert_checkpoint("llama", "converted", "qk_norm", data=texts, knee=0)
     >>> report.scheme.q
     'rms'
     """
     scheme = Scheme.of(scheme).resolve()
     chosen: dict[str, Any] = {"knee": knee, "max_loss_increase": max_loss_increase, "exportable": exportable}
-    for name, value in {"method": method, "length": length, "max_tokens": max_tokens, **chosen}.items():
-        if data is None and value not in (None, False):
-            raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
-    if data is not None:
-        resolve_method(scheme, method, **chosen)  # raises for wrong arguments
+    if data is None:
+        for name, value in {"length": length, "max_tokens": max_tokens, **chosen}.items():
+            if value not in (None, False):
+                raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
+    else:
+        resolve_knee(scheme, **chosen)  # raises for wrong arguments
         check_text(data)
     if max_memory is not None:
         memory_limits(max_memory)
@@ -124,7 +124,7 @@ def convert_checkpoint(
         patch_model(model, scheme)
         report = None
         if batches is not None:
-            report = _calibrated(model, source, batches, method=method, max_tokens=max_tokens, **chosen)
+            report = _calibrated(model, source, batches, max_tokens=max_tokens, **chosen)
         elif not scheme.pre_norm and not is_exact(model):
             raise ValueError(
                 "pre_norm=False can't fold the biases of norms and projections exactly: their right values depend on "
@@ -164,7 +164,7 @@ def _patch_on_meta(source: Source, scheme: Scheme, standalone: bool, exportable:
     if standalone:
         check_standalone(config.model_type, scheme)
     if exportable:
-        exported_eps(_patched_part(model).config)
+        counterpart(_patched_part(model).config)  # raises without one
 
 
 def _patched_part(model: Any) -> Any:

@@ -166,9 +166,8 @@ def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) ->
         return found
     knees: dict[float, Prediction] = {}
     chosen = None
-    with _patched(model, scheme), tried_knees(model, judged, SWEPT, kept) as tried:
-        for knee in SWEPT:
-            base, own = tried(knee)
+    with _patched(model, scheme):
+        for knee, base, own in tried_knees(model, judged, SWEPT, kept):
             knees[knee] = _as_of_all(whole, base, own, worst_bound(model))
             if chosen is not None:  # the next larger one, as a margin
                 chosen = knee

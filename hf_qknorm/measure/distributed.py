@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from hf_qknorm.model.weights import COPIED
+from hf_qknorm.model.weights import check_not_copied
 
 
 def world_size() -> int:
@@ -31,9 +31,8 @@ def require_whole(model: nn.Module) -> None:
 
     kinds = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
     found = next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), None)
-    if any(hasattr(p, attribute) for p in model.parameters() for attribute in COPIED):
-        found = "DeepSpeed"
-    elif any(isinstance(p, DTensor) for p in model.parameters()):
+    check_not_copied(model, "a measurement or calibration")
+    if any(isinstance(p, DTensor) for p in model.parameters()):
         found = "FSDP2 or tensor parallelism"
     if found is not None:
         raise ValueError(

@@ -43,12 +43,6 @@ class HeadWeights:
         head, place = (torch.arange(n, device=device) for n in (self.heads, self.width))
         return self.begin + self.stride * head[:, None] + place
 
-    def norms(self, weight: Tensor) -> Tensor:
-        """The Frobenius norm of each head's part of the weight, or of its gradient, `[heads]`, in fp32 at least."""
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        rows = full_tensor(torch.linalg.vector_norm(weight, dim=_inputs(self.projection), dtype=wide))
-        return torch.linalg.vector_norm(rows[self.outputs(rows.device)], dim=1)
-
 
 @torch.no_grad()
 def sizes(parts: dict[str, HeadWeights]) -> dict[str, Tensor]:

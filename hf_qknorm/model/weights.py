@@ -10,18 +10,17 @@ from torch.distributed.tensor import DTensor
 COPIED = ("_hp_mapping", "ds_id")  # DeepSpeed's attributes of parameters: ZeRO-1 and 2, ZeRO-3
 
 
-def check_not_copied(model: nn.Module, change: str) -> None:
-    """Raise ValueError, with what makes the `change`, for a model whose weights DeepSpeed's optimiser copies.
+def check_not_copied(model: nn.Module, use: str) -> None:
+    """Raise ValueError, with the `use` of the weights, for a model whose weights DeepSpeed copies or divides.
 
-    It steps its copies and writes them over the model's weights.
+    Its optimiser steps copies of its own, and writes them over the model's weights.
     """
     for name, parameter in model.named_parameters():
         if any(hasattr(parameter, attribute) for attribute in COPIED):
             raise ValueError(
-                f"{change} changes weights in place, and DeepSpeed has copies of them ({name}), which its next step "
-                "writes over the change: do it before DeepSpeed takes the model, or save the model and load the "
-                "checkpoint in a process without DeepSpeed; train with DDP or FSDP2 where the change is made in every "
-                "step"
+                f"{use} needs the model's own weights, and DeepSpeed has copies of them ({name}), which its next step "
+                "writes over any change: do it before DeepSpeed takes the model, or save the model and load the "
+                "checkpoint in a process without DeepSpeed; where each step needs it, train with DDP or FSDP2"
             )
 
 

@@ -51,12 +51,10 @@ class Prediction:
 class LayerStatistics:
     """A layer's numbers in reports, in inspections and in LogitMonitor's log; the fields of a line in the log.
 
-    - `max_logit`, `entropy`, `over_half`, `over_cap`, `even`: as in `LogitStatistics`; logs have no `over_half`
+    - `max_logit`, `entropy`, `over_half`, `over_cap`, `even`: as in `LogitStatistics`
     - `gain_q`, `gain_k`: the largest |gain| of the norms of queries and of keys, the scheme's or the model's own
     - `bound`: the largest |logit| that these norms let any input have, before any cap
-    - `cap`: of logs: what `over_cap` refers to, the layer's own cap or 50
-    - `grad_q`, `grad_k`: of logs: the norms of the gradients of the weights of queries and of keys, by head; one number
-      where heads are not separate, as with LoRA
+    - `cap`: of logs: the reference of `over_half` and `over_cap`, the layer's own cap or 50
 
     What is not there or was not measured has its default, and no field in a file: gains and bound without norms.
     """
@@ -72,14 +70,12 @@ class LayerStatistics:
     gain_q: float | None = None
     gain_k: float | None = None
     bound: float | None = None
-    grad_q: Numbers | None = None
-    grad_k: Numbers | None = None
 
-    def collapsed(self, cap: float, share: float = COLLAPSED) -> tuple[int, ...]:
-        """The heads with |logit| over half the cap and an entropy under this share of even attention's."""
+    def collapsed(self, cap: float) -> tuple[int, ...]:
+        """The heads with |logit| over half the cap and an entropy under a tenth of even attention's."""
         # low entropy with small logits is normal: heads that attend to the previous token have it from the start
         heads = zip(self.entropy, self.max_logit, strict=True)
-        return tuple(i for i, (nats, logit) in enumerate(heads) if nats < share * self.even and logit > cap / 2)
+        return tuple(i for i, (nats, logit) in enumerate(heads) if nats < COLLAPSED * self.even and logit > cap / 2)
 
 
 @dataclass(frozen=True)

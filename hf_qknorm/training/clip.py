@@ -188,15 +188,10 @@ def largest_logits(call: Call, threshold: float) -> Tensor:
 def _exponents(name: str, layer: QKNormAttention) -> dict[str, float]:
     """The exponents of a head's factor for the weights of its parts; for q·k they add up to 1."""
     normed = normed_sides(layer, layer.family)
-    if len(normed) == 2:
+    if len(normed) == 2 or (layer.family.latent and "q" in normed):  # heads share the latent key that rotates
         raise ValueError(
-            f"{name} norms both its queries and its keys: scaling its weights would not change its logits. Leave out "
-            "QKClip, or cap the logits (softcap)"
-        )
-    if layer.family.latent and "q" in normed:
-        raise ValueError(
-            f"{name} norms its queries, and all heads share the key that rotates: QKClip can't make the logits of one "
-            "head smaller. Leave out QKClip, or cap the logits (softcap)"
+            f"{name} norms its {' and '.join({'q': 'queries', 'k': 'keys'}[side] for side in normed)}: scaling the "
+            "weights of a head would not change its logits. Leave out QKClip, or cap the logits (softcap)"
         )
     if layer.family.latent:
         return {"uq": 1.0, "qr": 1.0} if normed else {"uq": 0.5, "uk": 0.5, "qr": 1.0}

@@ -5,18 +5,19 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter
 
-from hf_qknorm.files.paths import check_writable, user_path
+from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.untrusted import read_bytes
 from hf_qknorm.reports.records import FORMAT, STRICT, Count, LayerStatistics, Name, read_json
-from hf_qknorm.reports.tables import mean
 
 DIGITS = 5  # significant digits of the numbers in the file
 BYTES = 2**30  # of a log: a sample of 100 layers with 128 heads has 0.9 MB
+SHOWN = ("attention/max_logit", "attention/min_entropy", "attention/max_bound")  # in the Trainer's own log
 
 
 @dataclass(frozen=True)
@@ -29,20 +30,15 @@ class LogitSample:
     layers: Annotated[dict[Name, LayerStatistics], Field(min_length=1, max_length=10_000)]
     format: Literal[1] = field(default=FORMAT, repr=False, kw_only=True)
 
-    def worst(self) -> tuple[str, int, float]:
-        """The layer, the head and the value of the largest |logit|; NaN counts as the largest."""
-        return max(self._heads("max_logit"), key=lambda found: nan_as_inf(found[2]))
-
-    def sharpest(self) -> tuple[str, int, float]:
-        """The layer, the head and the value of the least entropy; NaN counts as the least."""
-        return max(self._heads("entropy"), key=lambda found: nan_as_inf(-found[2]))
-
-    def _heads(self, field: str) -> Iterator[tuple[str, int, float]]:
+    def heads(self) -> Iterator[tuple[str, int, float, float]]:
+        """The layer, the number, the largest |logit| and the entropy of each head."""
         for name, layer in self.layers.items():
-            yield from ((name, head, value) for head, value in enumerate(getattr(layer, field)))
+            for head, numbers in enumerate(zip(layer.max_logit, layer.entropy, strict=True)):
+                yield name, head, *numbers
 
     def __str__(self) -> str:
-        (name, head, largest), (sharp_name, sharp_head, least) = self.worst(), self.sharpest()
+        name, head, largest, _ = max(self.heads(), key=lambda found: nan_as_inf(found[2]))
+        sharp_name, sharp_head, _, least = max(self.heads(), key=lambda found: nan_as_inf(-found[3]))
         bound = self.summary().get("attention/max_bound")
         bounded = "" if bound is None else f", largest bound {bound:.4g}"
         return (
@@ -52,25 +48,24 @@ class LogitSample:
 
     def summary(self) -> dict[str, float]:
         """The largest |logit| and the least entropy of any head, and the largest bound of any layer that has one."""
-        bounds = [layer.bound for layer in self.layers.values() if layer.bound is not None]
-        found = {"attention/max_logit": self.worst()[2], "attention/min_entropy": self.sharpest()[2]}
-        return found | ({"attention/max_bound": max(bounds, key=nan_as_inf)} if bounds else {})
+        return {name: value for name, value in self.scalars().items() if name in SHOWN}
 
     def scalars(self) -> dict[str, float]:
-        """All numbers for a logger: the summary, where the largest |logit| is and each layer's, the mean of `over_cap`.
+        """The numbers for a logger: the largest of any head, of entropies the least, and each layer's largest |logit|.
 
-        With norms, the largest |gain| of any.
+        NaN counts as the worst.
         """
-        name, head, _ = self.worst()
-        layers = list(self.layers.values())
-        gains = [gain for x in layers for gain in (x.gain_q, x.gain_k) if gain is not None]
-        return self.summary() | {
-            "attention/max_logit_layer": list(self.layers).index(name),
-            "attention/max_logit_head": head,
-            "attention/over_cap": mean([share for layer in layers for share in layer.over_cap]),
-            **{f"attention/max_logit/{i}": max(x.max_logit, key=nan_as_inf) for i, x in enumerate(layers)},
-            **({"attention/max_gain": max(gains, key=nan_as_inf)} if gains else {}),
-        }
+        found = {}
+        for name in (each.name for each in fields(LayerStatistics) if each.name not in ("cap", "even")):
+            values = [getattr(layer, name) for layer in self.layers.values()]
+            rows = [value if isinstance(value, tuple) else (value,) for value in values if value is not None]
+            numbers = [x for row in rows for x in row]
+            if name == "entropy":
+                found["attention/min_entropy"] = -max((-x for x in numbers), key=nan_as_inf)
+            elif numbers:
+                found[f"attention/max_{name.removeprefix('max_')}"] = max(numbers, key=nan_as_inf)
+        largest = (max(layer.max_logit, key=nan_as_inf) for layer in self.layers.values())
+        return found | {f"attention/max_logit/{i}": value for i, value in enumerate(largest)}
 
     def line(self) -> str:
         """The sample as a line of JSON, with five significant digits."""
@@ -97,7 +92,8 @@ SAMPLE = TypeAdapter(LogitSample)
 def read_log(path: str | Path) -> list[LogitSample]:
     """Read the samples of a JSONL file, by step.
 
-    Where a resumed run took a step again, its sample counts. A last line without an end, from a killed run, is ignored.
+    Where a resumed run took a step again, its sample counts; of several runs, the last one's. A last line without an
+    end, from a killed run, is ignored.
 
     Raises FileNotFoundError, and ValueError, naming file and line, for a file that is too large or not from
     `LogitMonitor`.
@@ -105,44 +101,16 @@ def read_log(path: str | Path) -> list[LogitSample]:
     given, path = path, user_path(path, "the log")
     if not path.exists():
         raise FileNotFoundError(f"no such file: {given}")
-    if path.stat().st_size > BYTES:
-        raise ValueError(f"{path} is larger than {BYTES:,} bytes, the limit")
     samples: list[LogitSample] = []
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                sample = LogitSample.from_line(line)
-            except ValueError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-            while samples and samples[-1].step >= sample.step:
-                samples.pop()
-            samples.append(sample)
+    for number, line in enumerate(read_bytes(path, BYTES).split(b"\n")[:-1], 1):
+        try:
+            sample = LogitSample.from_line(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from None
+        while samples and samples[-1].step >= sample.step:
+            samples.pop()
+        samples.append(sample)
     return samples
-
-
-def log_file(path: Path, *, resumed: bool) -> Path:
-    """The file for a run's samples, which is made if need be: log.jsonl, or log-2.jsonl and so on where that has some.
-
-    A resumed run takes the last of them, without a line that has no end. Raises OSError for a path that can't be one.
-    """
-    check_writable(path)
-    places = [path]
-    while places[-1].exists() and places[-1].stat().st_size:
-        places.append(path.with_stem(f"{path.stem}-{len(places) + 1}"))
-    place = places[-2] if resumed and len(places) > 1 else places[-1]
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("ab+") as file:
-        file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-    return place
-
-
-def append(path: Path, sample: LogitSample) -> None:
-    """Add a sample's line in one write: a killed run damages the last line at most."""
-    with path.open("ab", buffering=0) as file:
-        file.write(sample.line().encode())
 
 
 def nan_as_inf(value: float) -> float:

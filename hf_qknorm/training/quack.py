@@ -15,12 +15,11 @@ its norm, τ times the ratio of |W_D·x|/(|q|·|k|) to its initial value.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -37,7 +36,7 @@ from hf_qknorm.measure.head_weights import (
 if TYPE_CHECKING:
     from transformers import Trainer  # slow to import
 
-RATE = "quack_rate_"  # before a part's name, in the state of its weight: its initial rates
+RATES = "quack_rates"  # in the first parameter group: the initial rates by layer and part
 ByPart = dict[str, Tensor]  # part name → `[heads]`
 
 logger = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class QuacK(Optimizer):
     Llama in bfloat16. Optimisers with their own weights (fp32 copies, slow weights) would undo the scaling.
 
     The input counts as constant: the gain and bias of the norm in front of attention, and their steps, are left out.
-    `state_dict` holds the initial rates; after a state without them is loaded, the next
+    `state_dict` holds the initial rates, in its first parameter group; after a state without them is loaded, the next
     step measures them anew.
 
     Logs a warning for a model with norms of queries or keys, which remove the sizes that the rates depend on.
@@ -82,18 +81,23 @@ class QuacK(Optimizer):
     defaults = _delegated("defaults")
     zero_grad = _delegated("zero_grad")
     add_param_group = _delegated("add_param_group")
+    state_dict = _delegated("state_dict")
+    load_state_dict = _delegated("load_state_dict")
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         self.layers = attention_head_weights(model)
-        self.first: dict[tuple[str, str], Tensor] = {}  # initial rates by layer and part, `[heads]`
         self._own()  # raises without these weights
-        _warn_of_norms(model)
+        if is_first_rank() and any(normed_sides(layer, family) for _, layer, family in attention_layers(model)):
+            logger.warning(
+                "this model norms its queries or keys, and QuacK's rates follow the sizes that the norms remove: leave "
+                "QuacK out, or train without these norms"
+            )
         super().__setstate__({})  # sets up hooks and profiling; parameters belong to the wrapped optimiser
 
     @classmethod
     def attach(cls, trainer: Trainer, tau: float = 1.0) -> Trainer:
-        """Wrap the optimiser that a Trainer makes from its arguments, or was given; returns the Trainer.
+        """Wrap the optimiser that a Trainer makes from its arguments; returns the Trainer.
 
         Learning rate, betas, weight decay and schedule thus come from the Trainer's arguments. `tau` is QuacK's.
 
@@ -103,21 +107,18 @@ class QuacK(Optimizer):
             >>> type(trainer.optimizer.optimizer).__name__
             'QuacK'
 
-        Raises ValueError for a Trainer that has trained, has QuacK already, trains with DeepSpeed, which keeps its own
-        copies of the weights, or trains no weight of queries and keys; and as `QuacK` does.
+        Raises ValueError for a Trainer that has an optimiser or QuacK already, or trains with DeepSpeed, which keeps
+        its own copies of the weights; and when it makes its optimiser, as `QuacK` does.
         """
         check_positive(tau, "tau")
         if trainer.is_deepspeed_enabled:
             raise ValueError("QuacK does not support DeepSpeed, which steps its own copies of the weights: use FSDP2")
-        if isinstance(trainer.optimizer, cls | AcceleratedOptimizer) or isinstance(trainer.create_optimizer, partial):
-            raise ValueError("the Trainer has trained or has QuacK already: attach QuacK once, to a new Trainer")
-        parts = [part for layer in attention_head_weights(trainer.model).values() for part in layer.values()]
-        if not any(part.weight.requires_grad for part in parts):
-            raise ValueError("no weight of queries and keys is trained, as with LoRA: QuacK would do nothing")
-        if trainer.optimizer is None:
-            trainer.create_optimizer = partial(cls._create, trainer, trainer.create_optimizer, tau)
-        else:
-            trainer.optimizer = cls(trainer.optimizer, trainer.model, tau)
+        if trainer.optimizer is not None or isinstance(trainer.create_optimizer, partial):
+            raise ValueError(
+                "the Trainer has an optimiser: attach QuacK once, before training, or make the Trainer with "
+                "optimizers=(QuacK(optimizer, model), None)"
+            )
+        trainer.create_optimizer = partial(cls._create, trainer, trainer.create_optimizer, tau)
         return trainer
 
     @classmethod
@@ -138,45 +139,20 @@ class QuacK(Optimizer):
                 p.copy_(p + (p.to(scale.dtype) - old) * (scale - 1))  # exactly p where the scale is 1
         return loss
 
-    def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimiser's state, with the initial rates in the state of the weights."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        entries = dict(state["state"])
-        for index, layer, name in self._numbered(state):
-            if (layer, name) in self.first:
-                entries[index] = {**entries.get(index, {}), RATE + name: self.first[layer, name]}
-        return {**state, "state": entries}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state; without initial rates in it, the next step's rates are the initial ones."""
-        entries = {index: dict(entry) for index, entry in state_dict["state"].items()}
-        self.first = {}
-        for index, layer, name in self._numbered(state_dict):  # torch's loading would cast them to the weight's dtype
-            if (rates := entries.get(index, {}).pop(RATE + name, None)) is not None:
-                self.first[layer, name] = rates.to(self.layers[layer][name].weight.device)
-        self.optimizer.load_state_dict({**state_dict, "state": {i: entry for i, entry in entries.items() if entry}})
-
     def __getstate__(self) -> dict[str, Any]:
         return vars(self).copy()
 
     def _scales(self) -> Iterator[tuple[nn.Parameter, Tensor]]:
         """Yield the weights and biases of projections with the factors of their steps, which broadcast."""
+        first = self.param_groups[0].setdefault(RATES, {})  # as lists, which neither casts nor devices change
         for layer, parts in self.layers.items():
             present = sizes(parts)
             now = learning_rates(present)
-            if new := [name for name in parts if (layer, name) not in self.first]:
-                _check_sizes(layer, present, new)
-                self.first |= {(layer, name): now[name] for name in new}
-            yield from parameter_factors(parts, {n: self.tau * (now[n] / self.first[layer, n]) for n in parts})
-
-    def _numbered(self, state_dict: dict[str, Any]) -> Iterator[tuple[Any, str, str]]:
-        """Yield, for the weight of each part that the optimiser has, its index in `state_dict`, layer and name."""
-        groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
-        numbers = {id(p): n for own, saved in groups for p, n in zip(own["params"], saved["params"], strict=True)}
-        for layer, parts in self.layers.items():
-            for name, part in parts.items():
-                if id(part.weight) in numbers:
-                    yield numbers[id(part.weight)], layer, name
+            if layer not in first:
+                _check_sizes(layer, present)
+                first[layer] = {name: rates.tolist() for name, rates in now.items()}
+            factors = {name: self.tau * (rates / rates.new_tensor(first[layer][name])) for name, rates in now.items()}
+            yield from parameter_factors(parts, factors)
 
     def _own(self) -> set[int]:
         """The identities of the optimiser's parameters. Raises ValueError without a weight of queries and keys."""
@@ -212,24 +188,11 @@ def _latent_rates(outputs: ByPart) -> ByPart:
     return rates if "dq" not in outputs else rates | {"dq": outputs["dq"] / torch.maximum(plain, rotated * kr)}
 
 
-def _check_sizes(layer: str, present: ByPart, names: Sequence[str]) -> None:
+def _check_sizes(layer: str, present: ByPart) -> None:
     """Raise ValueError for a head whose queries or keys are zero."""
-    for name in names:
-        if len(zero := (present[name] == 0).nonzero()):
+    for name, outputs in present.items():
+        if len(zero := (outputs == 0).nonzero()):
             raise ValueError(
                 f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, and QuacK's learning rates are "
                 "relative to their size before the first step: initialise or load them first"
             )
-
-
-def _warn_of_norms(model: nn.Module) -> None:
-    """Log a warning for a model that norms its queries or keys, itself or by a scheme."""
-    normed = {name: normed_sides(layer, family) for name, layer, family in attention_layers(model)}
-    found = [name for name, sides in normed.items() if sides]
-    if found and is_first_rank():
-        sides = " and ".join({"q": "queries", "k": "keys"}[side] for side in normed[found[0]])
-        logger.warning(
-            f"QuacK on a model that norms its {sides} ({found[0]}, {len(found)} of {len(normed)} layers): QuacK's "
-            "rates follow the size of these vectors, which the norm removes, and logits do not depend on it. Leave "
-            "QuacK out, or train without these norms"
-        )

@@ -11,24 +11,26 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
-from hf_qknorm.calibration.knees import restored_attention
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens
-from hf_qknorm.measure.distributed import is_first_rank
+from hf_qknorm.measure.distributed import is_first_rank, require_whole
+from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, changeable_head_weights
 from hf_qknorm.measure.predictions import loss_of
 from hf_qknorm.measure.text import batches_for
-from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.fsdp import fsdp_modules
-from hf_qknorm.model.knees import set_knee
+from hf_qknorm.model.attention import evaluating, every_norm, head_norms, patched_layers, require_patched
+from hf_qknorm.model.knees import knee_of, set_knee
+from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.rollback import undone_on_error
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.patch import patch_model, unpatch_model
-from hf_qknorm.training.constant_norms import check_norms, constant_norms, without_norms
+from hf_qknorm.scheme import Scheme
 
 logger = logging.getLogger(__name__)
 
@@ -65,16 +67,23 @@ def remove_norms(
     """
     if data is None and max_loss_increase is not None:
         raise ValueError(f"max_loss_increase={max_loss_increase:g} needs data: give text to measure the loss on")
-    _check_bare(model)
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"got a {type(model).__name__}, expected a transformers PreTrainedModel: give the model inside the wrapper "
+            "of DDP or torch.compile, and merge an adapter into it before"
+        )
     check_norms(model)
+    require_whole(model)
     batches = None
     if data is not None:
         batches = batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
         check_batches(batches, model.config)
-    with restored_attention(model, only_on_error=True):
+    with evaluating(model), undone_on_error(model) as keep:
         if batches is not None:
+            for norm in every_norm(model):
+                keep(norm.knee)
             _end_norms(model, batches, max_loss_increase)
-        return _fold_norms(model)
+        return _fold_norms(model, keep)
 
 
 def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
@@ -92,39 +101,79 @@ def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
         logger.warning(f"norms removed: the loss goes {change}")
 
 
-def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
+@torch.no_grad()
+def _fold_norms(model: PreTrainedModel, keep: Callable[[Tensor], None]) -> PreTrainedModel:
     """Fold norms that are constant factors into the projections, and unpatch the model."""
-    found = constant_norms(model)
-    for constant in found:
-        _check_whole(constant.projection)
-    rest = without_norms(next(iter(patched_layers(model).values())).scheme)
+    rest = Scheme(softcap=next(iter(patched_layers(model).values())).scheme.softcap)
     backend = model.config._attn_implementation
-    with undone_on_error(model) as keep, torch.no_grad():
-        for constant in found:
-            for parameter in constant.projection.parameters(recurse=False):
-                keep(parameter)
-                parameter.copy_(constant.folded(parameter))
-        unpatch_model(model)
-        if not rest.changes_nothing:
-            patch_model(model, rest, attn_implementation=backend)
-    if not rest.changes_nothing and is_first_rank():
-        logger.warning(f"the cap of {rest.softcap:g} stays, with the model patched: unpatch_model(model) takes it off")
+    for norm, part, scale in _constant_norms(model):
+        for parameter in part.projection.parameters(recurse=False):
+            keep(parameter)
+            parameter.copy_(_folded(parameter, norm, part, scale))
+    unpatch_model(model)
+    if not rest.changes_nothing:
+        patch_model(model, rest, attn_implementation=backend)
+        if is_first_rank():
+            logger.warning(f"the cap of {rest.softcap:g} stays, with the model patched: unpatch_model takes it off")
     return model
 
 
-def _check_bare(model: Any) -> None:
-    """Raise TypeError for a wrapper, which has no class to change back, and ValueError for a sharded model."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"got a {type(model).__name__}, expected a transformers PreTrainedModel: give the model inside the wrapper "
-            "of DDP or torch.compile, and merge an adapter into it before"
+def _constant_norms(model: PreTrainedModel) -> list[tuple[HeadNorm, HeadWeights, float]]:
+    """The norms, the outputs of the projections in front of them, and what else these are multiplied by.
+
+    That is the scheme's scale of the logits over the model's own for one norm of each layer, and 1 for others. Raises
+    ValueError for norms that still act, projections that are offloaded, and a bias whose projection has none.
+    """
+    found, parts = [], attention_head_weights(model)
+    for name, layer in patched_layers(model).items():
+        scale = layer.logit_scale / layer.own_scale
+        for name_of_norm, norm in head_norms(layer).items():
+            part = parts[name][name_of_norm[0]]
+            if norm.ratio < math.inf:
+                raise ValueError(
+                    f"the norms still act (knee {knee_of(layer):.3g}): train with KneeSchedule(target=math.inf) "
+                    "after a calibration, or give remove_norms text, which ends them and measures the cost"
+                )
+            if part.weight.is_meta:
+                raise ValueError(f"the projections of {name} are offloaded: fold the whole model on one device")
+            if norm.bias is not None and bool(norm.bias.any()) and part.projection.bias is None:
+                raise ValueError(
+                    f"{name}.{name_of_norm} has a bias, and its projection has none to fold it into: train with a "
+                    "scheme of bias=False"
+                )
+            found.append((norm, part, scale))
+            scale = 1.0
+    return found
+
+
+def _folded(x: Tensor, norm: HeadNorm, part: HeadWeights, scale: float) -> Tensor:
+    """Return the weight or bias x of the part's projection with a constant norm folded in, in fp64."""
+    transposed = x.dim() == 2 and isinstance(part.projection, Conv1D)
+    x = x.double().t().clone() if transposed else x.to(torch.float64, copy=True)
+    rows = part.outputs(x.device)
+    constant = norm.epsilon**-0.5 * norm.length() * scale
+    gain = x.new_full(rows.shape, constant) * (1.0 if norm.weight is None else norm.weight.double().to(x.device))
+    y = x[rows]  # [H, D], with the inputs behind
+    y = y - y.mean(1, keepdim=True) if NORMS[norm.norm].centred else y
+    y = y * gain.view(*gain.shape, *[1] * (y.dim() - 2))
+    if y.dim() == 2 and norm.bias is not None:
+        y = y + scale * norm.bias.double().to(x.device)
+    x[rows] = y
+    return x.t() if transposed else x
+
+
+def check_norms(model: nn.Module) -> None:
+    """Raise ValueError unless a patched model norms queries or keys alone, in full, each behind its own projection."""
+    first = next(iter(require_patched(model).values()))
+    if first.scheme.v is not None or not first.scheme.norms:
+        raise ValueError(f"got the scheme {first.scheme}: expected norms of queries and keys alone")
+    if first.family.latent:
+        raise ValueError(
+            "a norm of latent attention has no projection of its own to be folded into: keep the norms of this model"
         )
-    if fsdp_modules(model):
-        raise ValueError("the model is sharded by FSDP2: save it, and prepare and fold the whole model on one device")
-
-
-def _check_whole(model: nn.Module) -> None:
-    """Raise ValueError for weights that are not whole and in memory."""
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) or parameter.is_meta:
-            raise ValueError(f"{name} is sharded or offloaded: prepare and fold the whole model on one device")
+    if bound := getattr(first, "clip_qkv", None) or getattr(first.config, "clip_qkv", None):
+        raise ValueError(
+            f"the model clips its queries and keys to ±{bound:g} in front of the norms, which can't be folded past "
+            "that: train it without the clip (clip_qkv=None) first"
+        )
+    changeable_head_weights(model, "folding the norms into the projections")

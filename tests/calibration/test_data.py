@@ -48,7 +48,7 @@ def test_the_loss_is_that_of_training_on_the_same_batch(name):
         found = inspect_model(model, batches)
         assert found.base.loss == pytest.approx(expected, rel=1e-5)
         assert (found.tokens, found.length) == (count, count)
-    report = calibrate(patch_model(model, "qk_norm"), batches, method="ones")
+    report = calibrate(patch_model(model, "qk_norm"), batches, knee=0)
     assert report.base.loss == pytest.approx(expected, rel=1e-5)
     assert (report.tokens, report.judged, report.length) == (count, count, count)
 
@@ -74,15 +74,7 @@ def sharded(model: Any) -> Any:
     return fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
 
 
-def partitioned(model: Any) -> Any:
-    model.lm_head.weight.ds_id = 0  # DeepSpeed's attribute under ZeRO-3
-    return model
-
-
-@pytest.mark.parametrize(
-    ("wrap", "name"),
-    [(DistributedDataParallel, "DistributedDataParallel"), (sharded, "FSDP2"), (partitioned, "DeepSpeed")],
-)
+@pytest.mark.parametrize(("wrap", "name"), [(DistributedDataParallel, "DistributedDataParallel"), (sharded, "FSDP2")])
 def test_a_model_for_several_processes_is_refused_with_the_right_order(wrap, name, process_group):
     model = wrap(patch_model(tiny_model("llama"), "qk_norm"))
     with pytest.raises(ValueError, match=f"wrapped or sharded by {name}.* before accelerator.prepare"):

@@ -8,13 +8,11 @@ import torch.nn.functional as F
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
-from hf_qknorm.calibration.knees import KNEES, OUTPUT_LIMIT
+from hf_qknorm.calibration.knees import OUTPUT_LIMIT
 from hf_qknorm.measure.predictions import output_error
 from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.tiny import tiny_config
 from qknorm_tests.vision_cases import made
-
-TYPES = ("bert", "roberta", "electra", "llama", "gpt2")
 
 
 def encoder(model_type: str, auto=AutoModel):
@@ -41,9 +39,11 @@ def pooled(model, batch) -> torch.Tensor:
     return (model.base_model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
-def test_embeddings_keep_their_direction(model_type):
-    model = patch_model(encoder(model_type), "qk_norm")
+@pytest.mark.parametrize(
+    ("model_type", "auto"), [("bert", AutoModelForSequenceClassification), ("llama", AutoModel), ("gpt2", AutoModel)]
+)
+def test_embeddings_keep_their_direction(model_type, auto):
+    model = patch_model(encoder(model_type, auto), "qk_norm")
     report = calibrate(model, batches(6))
     assert report.base is report.chosen is None
     assert report.sharpness == 8
@@ -69,12 +69,7 @@ def test_the_error_is_relative_and_ignores_padding():
     assert output_error(model, [other]) == pytest.approx(output_error(model, [batch]), rel=1e-5)
 
 
-def test_a_classifier_is_judged_by_its_encoder():
-    model = patch_model(encoder("bert", AutoModelForSequenceClassification), "qk_norm")
-    assert 0 < calibrate(model, batches(6)).output_error <= OUTPUT_LIMIT
-
-
-@pytest.mark.parametrize("case", ["clip_vision_model", "siglip_vision_model", "vit", "deit", "ijepa"])
+@pytest.mark.parametrize("case", ["siglip_vision_model", "vit"])
 def test_an_encoder_of_images_is_calibrated(case):
     model = patch_model(made(case), "qk_norm")
     generator = torch.Generator().manual_seed(1)
@@ -93,9 +88,7 @@ def test_an_encoder_of_images_is_calibrated(case):
 def test_a_scheme_that_changes_too_much_is_refused_and_undone():
     model = patch_model(encoder("bert"), Scheme(q="rms", k="rms", softcap=0.05))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with pytest.raises(
-        ValueError, match=rf"the knee {KNEES[-1]:.3g} changes the last hidden states by .*or give a knee"
-    ):
+    with pytest.raises(ValueError, match="the knee 32 changes the last hidden states by .* of 0.05, .* give a knee"):
         calibrate(model, batches(4))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert calibrate(model, batches(4), knee=4).output_error > OUTPUT_LIMIT

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hf_qknorm import Scheme, calibrate, patch_model
-from hf_qknorm.calibration.gains import ClosedFormGains, expected_powers, named_norms
-from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, cost, tried_knees, with_margin
+from hf_qknorm.calibration.gains import ClosedFormGains, named_norms
+from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, cost
 from hf_qknorm.model.knees import knee_of, sharpness_of
 from qknorm_tests.tables import norm_inputs
 from qknorm_tests.tables import random_tokens as tokens
@@ -20,23 +20,23 @@ def batches(count: int) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": tokens(2, 20, seed)} for seed in range(count)]
 
 
-def test_a_text_with_another_power_than_expected_takes_a_second_pass():
-    model = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms"))
-    data = batches(3)
-    right = expected_powers(model, data)
-    passes = []
-    model.register_forward_pre_hook(lambda *_: passes.append(None))
-    once = ClosedFormGains(model, data, right, (4.0,))
-    assert len(passes) == 3
-    twice = ClosedFormGains(model, data, {key: 100 * size for key, size in right.items()}, (4.0,))
-    assert len(passes) == 9
-    assert twice.powers == once.powers == pytest.approx(right)
-    for key, found in once.sums.items():
-        for got, want in zip(twice.sums[key].at(4.0), found.at(4.0), strict=True):
-            torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-6)
+def test_a_text_unlike_its_sample_takes_a_second_pass():
+    found, counts, data = [], [], batches(3)
+    for factor in (1.0, 0.1):
+        model, passes = patch_model(tiny_model("llama"), Scheme(q="rms", k="rms")), []
+        model.register_forward_pre_hook(lambda *_, passes=passes: passes.append(None))
+        for layer in model.model.layers:  # in the pass of the sample, queries have another length
+            layer.self_attn.q_proj.register_forward_hook(
+                lambda _, __, out, factor=factor, passes=passes: out * (factor if len(passes) == 1 else 1.0)
+            )
+        ClosedFormGains(model, data, data[:1], (4.0,)).apply(4.0)
+        counts.append(len(passes))
+        found.append([x for norm in named_norms(model).values() for x in (*norm.weight.tolist(), norm.mean_power())])
+    assert counts == [1 + 3, 1 + 3 + 3]
+    assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("scheme", ["qk_norm", "henry", "lp", Scheme(q="layer", k="l2", v="rms", gain="per_head")])
+@pytest.mark.parametrize("scheme", ["lp", Scheme(q="layer", k="l2", v="rms", gain="per_head")])
 def test_a_fixed_knee_is_relative_to_the_mean_power_of_the_whole_text(scheme):
     model = patch_model(tiny_model("llama"), scheme)
     data = batches(9)
@@ -50,32 +50,26 @@ def test_a_fixed_knee_is_relative_to_the_mean_power_of_the_whole_text(scheme):
         assert norm.ratio == pytest.approx(4, rel=0.15)
 
 
-@pytest.mark.parametrize("count", [16, 17, 20])
-def test_the_default_takes_about_two_forward_passes_over_a_long_text(count):
+def test_the_default_takes_about_two_forward_passes_over_a_long_text():
     model = patch_model(tiny_model("llama", initializer_range=0.2), "qk_norm")
     sequences = []
     model.register_forward_pre_hook(lambda _, args, given: sequences.append(len(given["input_ids"])), with_kwargs=True)
-    calibrate(model, [tokens(8, 128, seed) for seed in range(count)])
-    assert sum(sequences) <= 2.2 * 8 * count
+    calibrate(model, [tokens(8, 128, seed) for seed in range(16)])
+    assert sum(sequences) <= 2.2 * 8 * 16
 
 
-@pytest.mark.parametrize("most", [None, 1e-5, 0.002, 0.2])
+@pytest.mark.parametrize("most", [None, 1e-5, 0.2])
 def test_the_search_ends_above_the_smallest_knee_that_keeps_loss_and_predictions(most):
     model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
     report = calibrate(model, batches(9), max_loss_increase=most)
     costs = {knee: cost(report.base, prediction) for knee, prediction in report.knees.items()}
     least = min(knee for knee in costs if costs[knee] <= (LIMIT if most is None else most))
-    assert report.knee == pytest.approx(with_margin(least), rel=0.1)
+    margin = min([knee for knee in KNEES if knee > least] or [32]) if least else 0  # the next one
+    assert report.knee == pytest.approx(margin, rel=0.1)
     assert all(costs[knee] > costs[least] for knee in costs if knee < least)
     assert least == 0 or KNEES[KNEES.index(least) - 1] in costs
     assert len(costs) <= 5
     assert [*costs] == sorted(costs)
-
-
-def test_the_margin_is_the_next_knee():
-    found = {knee: with_margin(knee) for knee in (0.0, 0.5, 1.0, 2.0, 3.0, 32.0)}
-    assert found == pytest.approx({0.0: 0.0, 0.5: 0.7071, 1.0: 1.4142, 2.0: 2.8284, 3.0: 4.0, 32.0: 32.0}, rel=1e-4)
-    assert with_margin(2.0, (0.0, 2.0, 8.0)) == 8.0
 
 
 @pytest.mark.parametrize("own", [None, 4])
@@ -114,39 +108,38 @@ def keyed(cap: float | None) -> torch.nn.Module:
     return patch_model(model, Scheme(q="auto", k="auto", softcap=cap))
 
 
-def test_a_cap_that_costs_too_much_is_named_with_one_that_costs_less(caplog):
+def test_a_cap_that_costs_too_much_is_warned_of_or_refused(caplog):
     assert not calibrate(keyed(None), batches(9)).loss > 10
-    assert "no knee costs less" not in caplog.text
+    assert "more than the limit" not in caplog.text
     model = keyed(10.0)
     report = calibrate(model, batches(9))
-    assert report.scheme == model.config.scheme
-    assert all(layer.self_attn.scheme == report.scheme for layer in model.model.layers)
-    (message,) = (record.getMessage() for record in caplog.records if "no knee costs less" in record.getMessage())
-    assert "In place of the cap of 10, " in message
-    assert "costs 0.00" in message
-    with pytest.raises(ValueError, match=r"knee 32 costs .* than max_loss_increase=0.001. In place of the cap of 10"):
+    costs = {knee: cost(report.base, prediction) for knee, prediction in report.knees.items()}
+    assert min(knee for knee in costs if costs[knee] <= costs[KNEES[-1]] + LIMIT) == report.knee == 0
+    (message,) = (record.getMessage() for record in caplog.records if "more than the limit" in record.getMessage())
+    assert "the knee 32 costs" in message
+    assert "nats per token, more than the limit of 0.005, by another part of the scheme: a wider cap or none" in message
+    assert f"The knee is set to {report.knee:.3g}, which adds little" in message
+    with pytest.raises(
+        ValueError, match=r"knee 32 costs .* than max_loss_increase=0.001, .* or raise max_loss_increase"
+    ):
         calibrate(model, batches(9), max_loss_increase=0.001)
 
 
-@pytest.mark.parametrize("start", [0.0, 2.0])
-def test_an_error_or_an_interrupt_restores_the_norms(start):
-    model = patch_model(tiny_model("llama", initializer_range=0.3), Scheme(q="rms", k="layer"))
-    calibrate(model, batches(3), "moments", knee=start)
-    assert_unchanged_after_failures(model, "auto")
-
-
-def test_an_error_or_an_interrupt_restores_projections_behind_folded_norms():
-    model = patch_model(tiny_model("gpt2", initializer_range=0.3), "qkv_norm")
-    assert_unchanged_after_failures(model, None)
-    x = tokens(1, 8)
-    before = model(x).logits
-    calibrate(model, batches(3))
-    assert not torch.equal(model(x).logits, before)
-    assert_unchanged_after_failures(model, None)
-
-
-def assert_unchanged_after_failures(model, knee):
-    """A calibration that a limit, an interrupt at any pass, or its report ends leaves the model as it was."""
+@pytest.mark.parametrize(
+    ("model_type", "scheme", "knee", "first"),
+    [
+        ("llama", Scheme(q="rms", k="layer"), "auto", 2.0),
+        ("gpt2", "qkv_norm", None, None),  # scales projections behind folded norms
+        ("gpt2", "qkv_norm", None, 0),
+    ],
+)
+def test_a_limit_or_an_interrupt_at_any_pass_leaves_the_model_as_it_was(model_type, scheme, knee, first):
+    model = patch_model(tiny_model(model_type, initializer_range=0.3), scheme)
+    if first is not None:
+        x = tokens(1, 8)
+        logits = model(x).logits
+        calibrate(model, batches(3), knee=first)
+        assert not torch.equal(model(x).logits, logits)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     scheme, attributes = model.config.scheme, {name: sorted(vars(module)) for name, module in model.named_modules()}
     with pytest.raises(ValueError, match="more than max_loss_increase=-9"):
@@ -170,47 +163,16 @@ def assert_unchanged_after_failures(model, knee):
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_trials_set_every_knee_and_leave_the_model_as_it_was():
-    model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
-    data = batches(4)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with tried_knees(model, data, KNEES, []) as predicted:
-        for knee in KNEES:
-            _, own = predicted(knee)
-            assert knee_of(model) == pytest.approx(knee, rel=1e-3)
-            assert math.isfinite(own.loss)
-            assert own.kl >= 0
-    assert model.state_dict().keys() == before.keys()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-def test_one_sequence_gives_the_gains_and_judges_them():
-    model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
-    data = [{"input_ids": tokens(1, 40)}]
-    assert calibrate(model, data).knee
-    powers = expected_powers(model, data)
-    assert powers == pytest.approx({key: norm.mean_power() for key, norm in named_norms(model).items()}, rel=0.1)
-
-
 @pytest.mark.parametrize(
-    ("scheme", "arguments", "options", "knee", "searched"),
-    [
-        ("qk_norm", (), {"knee": "auto"}, None, True),
-        ("qk_norm", (), {"knee": 0}, 0, False),
-        ("qk_norm", ("moments",), {}, 0, False),
-        ("qk_norm", ("moments",), {"knee": 4}, 4, False),
-        ("qk_norm", ("ones",), {"knee": 4}, 4, False),
-        ("qkv_norm", (), {}, 0, False),
-        ("soft_cap", (), {}, 0, False),
-    ],
+    ("scheme", "knee", "searched"),
+    [("qk_norm", "auto", True), ("qk_norm", 0, False), ("qkv_norm", None, False), ("soft_cap", None, False)],
 )
-def test_the_knee_is_searched_only_without_method_and_knee(scheme, arguments, options, knee, searched):
+def test_the_knee_is_searched_by_default_where_it_can_be(scheme, knee, searched):
     model = patch_model(tiny_model("llama", initializer_range=0.3), scheme)
-    report = calibrate(model, batches(8), *arguments, **options)
+    report = calibrate(model, batches(8), knee=knee)
     assert report.knee == knee_of(model)
     assert report.sharpness == (8 if searched else 1)
-    assert bool(report.knees) == searched
-    assert knee is None or report.knee == pytest.approx(knee, rel=0.1)
+    assert bool(report.knees) == searched == (report.knee > 0)
 
 
 @pytest.mark.parametrize(
@@ -219,8 +181,8 @@ def test_the_knee_is_searched_only_without_method_and_knee(scheme, arguments, op
         ("qk_norm", {"knee": "best"}, "knee='best': expected a number ≥ 0, \"auto\", or None"),
         ("qk_norm", {"knee": -1}, "knee=-1: expected a number ≥ 0"),
         ("qk_norm", {"knee": math.nan}, "knee=nan: expected a number ≥ 0"),
+        ("qk_norm", {"exportable": True, "knee": "auto"}, "knee=auto is not exportable"),
         ("qk_norm", {"sharpness": 0.5}, "sharpness=0.5: expected a number ≥ 1"),
-        ("qk_norm", {"method": "ones", "knee": "auto"}, 'name another method than "ones"'),
         ("qk_norm", {"max_loss_increase": math.inf}, "max_loss_increase=inf is no limit"),
         ("qkv_norm", {"knee": 4}, "a norm with a knee keeps part of the scale"),
     ],
@@ -235,9 +197,7 @@ def test_a_model_whose_loss_is_not_finite_is_refused():
     model = patch_model(tiny_model("llama"), "qk_norm")
     with torch.no_grad():
         model.lm_head.weight[3, 0] = torch.nan
-    with pytest.raises(
-        ValueError, match=r"the loss with a knee of 32 is nan \(unpatched nan\), expected finite numbers"
-    ):
+    with pytest.raises(ValueError, match=r"the knee 32 costs nan nats per token, expected a finite number"):
         calibrate(model, batches(2))
     with pytest.raises(ValueError, match=r"the loss rises by nan nats \(nan to nan\), more than max_loss_increase=1"):
         calibrate(model, batches(2), knee=4, max_loss_increase=1)

@@ -97,11 +97,11 @@ def test_which_files_are_copied(llama, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("model_type", "preset", "options"),
     [
-        ("llama", "qk_norm_cap", {"method": "moments"}),
+        ("llama", "qk_norm_cap", {"knee": 0}),
         ("llama", "qk_norm", {"knee": 2}),
         ("llama", "qk_norm", {}),
-        ("gpt2", "qk_norm_cap", {"method": "ones", "knee": 1}),
-        ("gpt2", "qkv_norm", {"method": "moments"}),
+        ("gpt2", "qk_norm_cap", {"knee": 1}),
+        ("gpt2", "qkv_norm", {"knee": 0}),
     ],
 )
 def test_a_calibrated_conversion(model_type, preset, options, tmp_path):

@@ -24,7 +24,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def convert(source: Path, out: Path, data: object) -> None:
-    convert_checkpoint(source, out, "qk_norm_cap", data=data, method=data and "moments", overwrite=True)
+    convert_checkpoint(source, out, "qk_norm_cap", data=data, knee=data and 0, overwrite=True)
 
 
 def kills(source: Path, out: Path, data: object, count: int) -> Iterator[int]:

@@ -117,14 +117,14 @@ def test_an_edited_card_keeps_its_text(hub, out):
 @pytest.mark.parametrize("stale", ["scheme", "results"])
 def test_a_card_of_another_scheme_or_with_other_results_is_not_pushed(hub, out, caplog, stale):
     model = patched()
-    calibrate(model, BATCHES, method="moments")
+    calibrate(model, BATCHES, knee=0)
     model.save_pretrained(out)
     write_card(out)
     (out / "README.md").write_text((out / "README.md").read_text() + EDITED)
     if stale == "scheme":
         model = patch_model(tiny_model("llama", vocab_size=300), Scheme(softcap=30.0))
     else:
-        calibrate(model, BATCHES[:1], method="ones")
+        calibrate(model, BATCHES[:1], knee=0)
     model.save_pretrained(out)
     push_to_hub(out, "me/tiny")
     assert "a new card is uploaded, without its edits" in caplog.text
@@ -169,7 +169,7 @@ def test_a_dry_run_lists_the_files_and_sends_nothing(hub, out, capsys):
 def test_a_model_in_memory_is_pushed_with_its_code_and_its_report(hub, tmp_path, way):
     """Also by transformers' own ways."""
     model = patched()
-    report = calibrate(model, BATCHES, method="moments")
+    report = calibrate(model, BATCHES, knee=0)
     if way == "ours":
         push_to_hub(model, "me/tiny")
     elif way == "push_to_hub":

@@ -170,7 +170,7 @@ def test_gains_that_float16_cannot_hold_are_not_written(sign, tmp_path):
     with pytest.raises(
         ValueError, match="gains of model.layers.0.self_attn.k_norm would be NaN or infinite in torch.fl"
     ):
-        convert_checkpoint(tmp_path / "source", tmp_path / "out", scheme, data=[TEXT], method="moments", knee=4.0)
+        convert_checkpoint(tmp_path / "source", tmp_path / "out", scheme, data=[TEXT], knee=4.0)
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -187,7 +187,7 @@ def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch)
     with pytest.raises(
         ValueError, match=r"source, calibrated: model.layers.0.self_attn.q_norm.weight holds NaN or inf"
     ):
-        convert_checkpoint(llama, tmp_path / "out", data=[TEXT], method="ones")
+        convert_checkpoint(llama, tmp_path / "out", data=[TEXT], knee=0)
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -207,7 +207,7 @@ def test_other_refusals(llama, tmp_path):
         ((llama, tmp_path / "new", "qk_nrom"), "did you mean 'qk_norm'"),
         ((llama, tmp_path / "new", "none"), "this scheme changes nothing"),
         ((biased, tmp_path / "new", "qkv_norm"), r"can't fold the biases .*exactly.* Pass data="),
-        ((llama, tmp_path / "new", "qk_norm", {"method": "guess", "data": ["text"]}), "unknown method 'guess'"),
+        ((llama, tmp_path / "new", "qk_norm", {"knee": "guess", "data": ["text"]}), "knee='guess': expected"),
         ((llama, tmp_path / "new", "qk_norm", {"max_loss_increase": 0.1}), "max_loss_increase is for a calibration"),
         (
             (llama, tmp_path / "new", "qk_norm", {"data": [TEXT], "max_loss_increase": -9.0}),
@@ -269,7 +269,7 @@ def test_a_dry_run_tries_the_text_and_leaves_an_iterator(llama, tmp_path):
 
 def test_of_a_multimodal_model_the_text_tower_is_converted(tmp_path, capsys):
     model = tiny_towers("llava")
-    source, options = save(model, tmp_path / "source"), {"data": BATCHES, "method": "moments"}
+    source, options = save(model, tmp_path / "source"), {"data": BATCHES, "knee": 0}
     with pytest.raises(ValueError, match=r"code can be made for llava, of which model.language_model alone is patched"):
         convert_checkpoint(source, tmp_path / "out", **options)
     convert_checkpoint(source, tmp_path / "out", standalone=False, dry_run=True)

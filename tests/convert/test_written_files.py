@@ -26,7 +26,7 @@ def test_a_conversion_writes_card_code_and_report(source, tmp_path):
     for name, text in OURS.items():
         (source / name).write_text(text)
     out = tmp_path / "out"
-    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], method="moments")
+    report = convert_checkpoint(source, out, "qk_norm", data=[TEXT], knee=0)
     assert {CODE_FILE, REPORT, CARD, KEPT_CARD, PLOT} <= {path.name for path in out.iterdir()}
     card = (out / CARD).read_text()
     assert "license: mit" in card

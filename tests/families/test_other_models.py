@@ -65,7 +65,7 @@ def test_methods_that_need_next_token_loss_refuse_encoders(alone):
     if type_of(alone) not in IMAGES:
         message = 'predicts masked tokens: give batches with "input'
     with pytest.raises(ValueError, match=message):
-        calibrate(model, data, method="moments")
+        calibrate(model, data, knee=0)
 
 
 def test_a_masked_language_model_is_calibrated_on_its_masked_tokens():
@@ -147,7 +147,7 @@ def test_the_cache_holds_the_encoder_s_normed_keys():
 
 def test_a_decoder_alone_is_calibrated_without_its_cross_attention():
     model = patch_model(sharp_model("bart"), "qk_norm")
-    report = calibrate(model, [torch.arange(3, 35)[None]] * 2, method="moments")
+    report = calibrate(model, [torch.arange(3, 35)[None]] * 2, knee=0)
     assert list(report.layers) == [f"model.decoder.layers.{i}.self_attn" for i in range(2)]
     gains = {name: norm.weight for name, norm in model.named_modules() if name.endswith(("q_norm", "k_norm"))}
     assert all(("self_attn" in name) == bool((gain != 1).any()) for name, gain in gains.items())

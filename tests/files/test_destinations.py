@@ -130,7 +130,7 @@ def test_files_of_hf_qknorm_and_transformers_are_replaced(plain, tmp_path):
     (plain / "additional_chat_templates").mkdir()
     (plain / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     out = tmp_path / "out"
-    options = {"data": str(tmp_path / "text.txt"), "method": "moments", "standalone": True, "overwrite": True}
+    options = {"data": str(tmp_path / "text.txt"), "knee": 0, "standalone": True, "overwrite": True}
     convert_checkpoint(plain, out, "qk_norm", **options)
     assert (out / KEPT_CARD).read_text() == "README.md"
     convert_checkpoint(plain, out, "qk_norm", **options)
@@ -144,7 +144,7 @@ def test_the_calibration_text_is_a_source(plain, tmp_path):
     before = contents(out)
     for text in (out / "LICENSE.txt", str(out), str(tmp_path / "link")):
         with pytest.raises(FileExistsError, match="out is the source, or contains it"):
-            convert_checkpoint(plain, out, data=text, method="moments", overwrite=True)
+            convert_checkpoint(plain, out, data=text, knee=0, overwrite=True)
     assert contents(out) == before
 
 

@@ -51,14 +51,14 @@ def test_no_code_of_a_checkpoint_is_run(source, tmp_path):
     text.write_text("the quick brown fox jumps over the lazy dog. " * 40)
     booby_trap(source, sign)
     inspect_checkpoint(str(source), data=str(text), max_tokens=256)
-    for scheme, options in {"qk_norm": {"data": str(text), "method": "moments"}, "soft_cap": {}}.items():
+    for scheme, options in {"qk_norm": {"data": str(text), "knee": 0}, "soft_cap": {}}.items():
         converted = tmp_path / scheme
         convert_checkpoint(source, converted, scheme, **options)
         assert not list(converted.glob("*.bin"))
         booby_trap(converted, sign)
         model = AutoModelForCausalLM.from_pretrained(converted)
         assert type(model).__module__.startswith("hf_qknorm")
-        calibrate(model, str(text), method="ones", max_tokens=256)
+        calibrate(model, str(text), knee=0, max_tokens=256)
         inspect_checkpoint(str(converted), data=str(text), max_tokens=256)
         write_card(converted)
     calibrated = tmp_path / "qk_norm"

@@ -40,7 +40,7 @@ CALLS: dict[str, Callable[[], Any]] = {
     "number": lambda: Scheme(softcap=10**5000),
     "backend": lambda: patched(attn_implementation=LONG),
     "tower": lambda: patched(tower=LONG),
-    "method": lambda: calibrate(patched(), [torch.arange(3, 35)[None]], LONG),
+    "knee": lambda: calibrate(patched(), [torch.arange(3, 35)[None]], knee=LONG),
     "memory": lambda: convert_checkpoint("in", "out", max_memory=LONG),
     "converted": lambda: convert_checkpoint("in", "out", LONG),
     "repository": lambda: push_to_hub(patched(), LONG),

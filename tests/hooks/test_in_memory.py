@@ -31,7 +31,7 @@ def patched(folder):
 
 
 def calibrated(folder):
-    calibrate(model := AutoModelForCausalLM.from_pretrained(folder), [make_batch("plain", labels=False)], "moments")
+    calibrate(model := AutoModelForCausalLM.from_pretrained(folder), [make_batch("plain", labels=False)], knee=0)
     return model
 
 

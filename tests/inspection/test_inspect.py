@@ -81,7 +81,7 @@ def test_knees_are_tried_where_queries_and_keys_can_be_normed_up_to_the_one_that
     judged = [{"input_ids": batches[0][:1]}]  # one of eight
     patch_model(model, found.knee_scheme, attn_implementation="hf_qknorm")
     knee, tried = list(found.knees.items())[-1]
-    report = calibrate(model, judged, "moments", knee=knee, sharpness=SHARPNESS)
+    report = calibrate(model, judged, knee=knee, sharpness=SHARPNESS)
     assert tried.bound == pytest.approx(report.bound, rel=1e-3)
     assert tried.loss - found.base.loss == pytest.approx(report.loss - report.base.loss, abs=1e-3)
     assert f"knee {knee:.3g}{', chosen' * (knee == found.knee)} " in found.table()
@@ -118,7 +118,7 @@ def test_the_json_file_holds_all_fields(tmp_path):
 
 def test_a_patched_model_is_inspected_with_its_bounds():
     model = randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms")), knee=4)
-    calibrate(model, [tokens(2, 20, seed) for seed in range(3)], "moments", knee=4)
+    calibrate(model, [tokens(2, 20, seed) for seed in range(3)], knee=4)
     found = inspect_model(model, [tokens(2, 20)])
     layers = patched_layers(model)
     assert {name: layer.bound for name, layer in found.layers.items()} == {n: logit_bound(x) for n, x in layers.items()}

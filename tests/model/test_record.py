@@ -101,5 +101,5 @@ def test_an_adapter_is_saved_without_the_report(tmp_path):
 def test_a_failed_calibration_leaves_the_report(tmp_path):
     model, report = calibrated()
     with pytest.raises(ValueError, match="max_loss_increase"):
-        calibrate(model, BATCHES, method="ones", max_loss_increase=-1.0)
+        calibrate(model, BATCHES, knee=0, max_loss_increase=-1.0)
     assert saved(model, tmp_path) == report

@@ -24,7 +24,7 @@ def checkpoint(
     if report:
         generator = torch.Generator().manual_seed(0)
         batches = [torch.randint(3, 64, (2, 20), generator=generator) for _ in range(3)]
-        calibrate(model, batches, method="moments", knee=knee).save(folder / REPORT)
+        calibrate(model, batches, knee=knee).save(folder / REPORT)
     model.save_pretrained(folder)
     return folder
 

@@ -1,7 +1,6 @@
-"""One of two processes that train a model together.
+"""One of two processes that train a model together: data-parallel, sharded by FSDP2, and through accelerate.
 
-Each case is run data-parallel, sharded by FSDP2 and through accelerate; rank 0 writes the results into the folder. In
-one both calibrate before.
+Rank 0 writes the results into the folder. In one task both calibrate before; in some they train by QuacK and QKClip.
 """
 
 from __future__ import annotations
@@ -24,15 +23,22 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_qknorm import Scheme, calibrate, patch_model, peft_modules_to_save
+from hf_qknorm import QKClip, QuacK, Scheme, calibrate, patch_model, peft_modules_to_save
 from qknorm_tests.kneed import knees_of
 from qknorm_tests.tables import make_batch, randomise, sharp_model
+from qknorm_tests.tiny import tiny_model
 
 NORMED = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
 CASES: dict[str, tuple[str, Scheme]] = {
@@ -43,6 +49,13 @@ CASES: dict[str, tuple[str, Scheme]] = {
 }
 FSDP2_YAML = Path(__file__).parents[2] / "recipes" / "accelerate" / "fsdp2.yaml"
 WORLD = 2
+STEPS = 4
+RULED: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 1},  # two shards divide the one key head
+    "gpt2": {},
+    "deepseek_v3": {"first_k_dense_replace": 2},
+}
+RULED_WAYS = ("DDP", "FSDP2", "FSDP2, resumed")
 
 
 def made(case: str) -> PreTrainedModel:
@@ -56,6 +69,27 @@ def adapted() -> nn.Module:
     torch.manual_seed(0)
     config = LoraConfig(r=4, init_lora_weights=False, modules_to_save=peft_modules_to_save(model))
     return get_peft_model(model, config).eval()
+
+
+def ruled(model_type: str) -> PreTrainedModel:
+    """A model with large logits, in fp64, so that errors exceed rounding."""
+    return patch_model(tiny_model(model_type, initializer_range=0.3, **RULED[model_type]), "none").double()
+
+
+def rules(model: nn.Module) -> tuple[QuacK, QKClip]:
+    return QuacK(torch.optim.SGD(model.parameters(), 0.5, momentum=0.9), model), QKClip(model, threshold=3.0)
+
+
+def train(model: Any, by: tuple[QuacK, QKClip], steps: range, rows: slice) -> int:
+    """Train; returns how many steps clipped."""
+    (optimizer, clip), clipped = by, 0
+    for step in steps:
+        tokens = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(step))[rows]
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        optimizer.step()
+        clipped += bool(clip.step())
+        optimizer.zero_grad()
+    return clipped
 
 
 def calibration_batches() -> list[dict[str, Tensor]]:
@@ -152,11 +186,31 @@ def run_calibrated(folder: Path, rank: int) -> None:
     save_file(found, folder / f"calibrated {rank}.safetensors")
 
 
+def run_ruled(model_type: str, folder: Path, rank: int) -> None:
+    rows = slice(rank, rank + 1)
+    for way in RULED_WAYS:
+        model = ruled(model_type)
+        wrapped = WAYS[way.split(",")[0]](model)
+        by = rules(model)
+        train(wrapped, by, range(STEPS // 2), rows)
+        if way.endswith("resumed"):
+            state, first = get_optimizer_state_dict(model, by[0]), model
+            model = wrapped = sharded(ruled(model_type))
+            model.load_state_dict(first.state_dict())
+            by = rules(model)
+            set_optimizer_state_dict(model, by[0], state)
+        train(wrapped, by, range(STEPS // 2, STEPS), rows)
+        found = {name: whole(p).clone() for name, p in model.state_dict().items()}
+        if rank == 0:
+            save_file(found, folder / f"{model_type}, {way}.safetensors")
+
+
 TASKS: dict[str, Callable[[Path, int], None]] = {
     "sent": run_sent,
     **{case: partial(run_case, case) for case in CASES},
     "adapter": run_adapter,
     "calibrated": run_calibrated,
+    **{model_type: partial(run_ruled, model_type) for model_type in RULED},
 }
 
 

@@ -57,11 +57,6 @@ def input_norms(model: nn.Module, model_type: str) -> list[dict[str, nn.Module]]
     return found
 
 
-def size_by_hand(layer: Any, part: str, rows: slice, model_type: str) -> float:
-    """√(‖W‖² + ‖b‖²) of a head."""
-    return float(sum(x[rows].double().square().sum() for x in outputs_first(layer, ROWS[model_type][part][0])) ** 0.5)
-
-
 def attention_layers(model: nn.Module, model_type: str) -> list[Any]:
     """The modules with the projections of `ROWS`."""
     where = ROWS[model_type]["q" if "q" in ROWS[model_type] else "uq"][0]

@@ -51,12 +51,12 @@ def test_a_run_replaces_or_resumes_an_earlier_one(text, checkpoint, tmp_path):
     command = ["--config", checkpoint, "--text", text, *SMALL, "--output_dir", str(tmp_path)]
     command += ["--save_strategy", "steps", "--save_steps", "2"]
 
-    def run(log: str, *more: str) -> tuple[float, list[LogitSample]]:
-        return scratch.main([*command, *more])["after 4 steps"], read_log(tmp_path / log)
+    def run(*more: str) -> tuple[float, list[LogitSample]]:
+        return scratch.main([*command, *more])["after 4 steps"], read_log(tmp_path / "logits.jsonl")
 
-    whole = run("logits.jsonl")
-    assert run("logits-2.jsonl") == whole
-    assert run("logits-2.jsonl", "--resume_from_checkpoint", str(tmp_path / "checkpoint-2")) == whole
+    whole = run()
+    assert run() == whole
+    assert run("--resume_from_checkpoint", str(tmp_path / "checkpoint-2")) == whole
 
 
 def test_a_converted_checkpoint_is_trained_as_it_is(text, checkpoint, tmp_path, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
-from hf_qknorm import QKClip, calibrate, patch_model, set_knee
-from qknorm_tests.distributed_run import (
-    CASES,
-    SHARDED_WAYS,
-    TASKS,
-    WAYS,
-    adapted,
-    calibration_batches,
-    gradients,
-    made,
-)
+from hf_qknorm import QKClip, calibrate, patch_model
+from qknorm_tests import distributed_run as job
 from qknorm_tests.kneed import knees_of, logits, set_shapes
 from qknorm_tests.pair import run_in_turn
 from qknorm_tests.short_runs import assert_equal_weights
@@ -44,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Callable[[str], Path]:
     """The folder with the results of a task in two processes."""
-    return run_in_turn(tmp_path_factory, "distributed_run", FEW, [*TASKS])
+    return run_in_turn(tmp_path_factory, "distributed_run", FEW, [*job.TASKS])
 
 
 def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -55,13 +45,13 @@ def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", slow_but(FEW, CASES))
+@pytest.mark.parametrize("way", job.WAYS)
+@pytest.mark.parametrize("case", slow_but(FEW, job.CASES))
 def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
-    model = made(case)
+    model = job.made(case)
     loss = model(**make_batch("plain")).loss
     loss.backward()
-    expected = gradients(model)
+    expected = job.gradients(model)
     assert any(name.endswith("sinks") for name in expected) == (case == "sinks")
     assert sum("q_norm" in name for name in expected) == (2 if case == "scalar" else 4)
     found = load_file(ran(case) / f"{case} {way}.safetensors")
@@ -71,62 +61,48 @@ def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
 
 @pytest.mark.slow
 def test_adapters_and_their_norms_train_in_two_processes_as_in_one(ran):
-    model = adapted()
+    model = job.adapted()
     model(**make_batch("plain")).loss.backward()
-    assert_equal_gradients(load_file(ran("adapter") / "adapter.safetensors"), gradients(model))
+    assert_equal_gradients(load_file(ran("adapter") / "adapter.safetensors"), job.gradients(model))
 
 
 @pytest.mark.costly
-@pytest.mark.parametrize("way", SHARDED_WAYS)
-@pytest.mark.parametrize("case", slow_but(FEW, CASES))
+@pytest.mark.parametrize("way", job.SHARDED_WAYS)
+@pytest.mark.parametrize("case", slow_but(FEW, job.CASES))
 def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, way, ran):
     folder = ran(case) / f"{case} {way}"
     assert len(list(folder.glob("model-*.safetensors"))) > 1
-    expected = made(case)
+    expected = job.made(case)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is type(expected)
     assert json.loads((folder / "config.json").read_text())["architectures"] == [type(expected).__name__]
     assert_equal_weights(loaded, expected)
 
 
-def listed(model: Any) -> dict[str, list[float]]:
-    """The shapes of its norms, by name."""
-    return {name: knee.tolist() for name, knee in knees_of(model).items()}
-
-
 def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
     """Also of a model that loads a sharded state dict."""
-    model = made("shared")
-    expected = listed(model)
+    model = job.made("shared")
+    expected = knees_of(model)
     mesh = init_device_mesh("cpu", (1,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in (*model.model.layers, model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     model(**make_batch("plain")).loss.backward()
     state = get_model_state_dict(model)
-    again = fully_shard(made("shared"), mesh=mesh, mp_policy=policy)
+    again = fully_shard(job.made("shared"), mesh=mesh, mp_policy=policy)
     set_shapes(again, 1.0)
     set_model_state_dict(again, state)
     assert len(expected) == 6
     for sharded in (model, again):
-        assert listed(sharded) == expected
-
-
-@torch.no_grad()
-def test_weights_that_a_forward_pass_gathered_are_not_changed_in_place_of_the_shards(process_group):
-    """After it, FSDP2 keeps those of the root, until a backward pass."""
-    expected, model = made("shared"), fully_shard(made("shared"), mesh=init_device_mesh("cpu", (1,)))
-    model(**make_batch("plain"))
-    for each in (expected, model):
-        set_knee(each, 1.0)
-    model.reshard()
-    assert torch.equal(logits(model), logits(expected))
+        assert all(torch.equal(knee, expected[name]) for name, knee in knees_of(sharded).items())
 
 
 @pytest.mark.slow
 def test_a_model_of_the_meta_device_takes_the_knees_that_rank_0_sends(ran):
     found = load_file(ran("sent") / "sent.safetensors")
-    assert {name: knee.tolist() for name, knee in found.items()} == listed(made("shared"))
+    expected = knees_of(job.made("shared"))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(knee, expected[name]) for name, knee in found.items())
 
 
 def test_a_clip_changes_the_shards(process_group):
@@ -141,19 +117,30 @@ def test_a_clip_changes_the_shards(process_group):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("way", job.RULED_WAYS)
+@pytest.mark.parametrize("model_type", job.RULED)
+def test_quack_and_clips_train_in_two_processes_as_in_one(model_type, way, ran):
+    model = job.ruled(model_type)
+    assert job.train(model, job.rules(model), range(job.STEPS), slice(None)) > 1
+    found = load_file(ran(model_type) / f"{model_type}, {way}.safetensors")
+    for name, p in model.state_dict().items():
+        torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-6, msg=name)  # logits are shared in fp32
+
+
+@pytest.mark.slow
 def test_ranks_that_calibrate_before_they_are_wrapped_end_alike(ran):
-    model = made("shared")
-    report = calibrate(model, calibration_batches())
+    model = job.made("shared")
+    report = calibrate(model, job.calibration_batches())
     found = [load_file(ran("calibrated") / f"calibrated {rank}.safetensors") for rank in range(2)]
-    losses, gradients = ([x.pop(name) for x in found] for name in ("loss", "gradient"))
+    losses, both = ([x.pop(name) for x in found] for name in ("loss", "gradient"))
     for rank, state in enumerate(found):
         assert (ran("calibrated") / f"calibrated {rank}.json").read_text() == repr(report)
         assert all(torch.equal(state[name], value) for name, value in model.state_dict().items())
     loss = model(**make_batch("plain")).loss
     loss.backward()
     torch.testing.assert_close(sum(losses) / 2, loss.detach(), rtol=1e-6, atol=0)
-    assert torch.equal(*gradients)
-    torch.testing.assert_close(gradients[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
+    assert torch.equal(*both)
+    torch.testing.assert_close(both[0], model.lm_head.weight.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
