@@ -74,7 +74,7 @@ def test_reports_have_statistics_before_and_after_gains_and_bounds(scheme, knee)
         assert got.after == after[name]
         assert got.before.max_logit == before[name].max_logit != got.after.max_logit
         assert got.after.bound == logit_bound(layer) > max(got.after.max_logit)
-        gains = tuple(float(x.weight.abs().max()) for x in (layer.q_norm, layer.k_norm))
+        gains = tuple(float(x.weight.detach().abs().max()) for x in (layer.q_norm, layer.k_norm))
         assert (got.after.gain_q, got.after.gain_k) == gains
     assert (report.base.kl, report.base.agreement) == (0, 1)
     assert report.ones.kl > report.chosen.kl > 0

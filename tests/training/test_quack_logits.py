@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from functools import cache
 from typing import Any
 
@@ -155,15 +154,11 @@ def test_a_step_of_the_weights_down_to_a_latent_changes_logits_alike(grown, part
     assert max(found) < 1.5 * min(found), found
 
 
-@pytest.mark.parametrize(
-    ("model_type", "scheme", "sides"),
-    [("qwen3", None, "queries and keys"), ("llama", "qk_norm", "queries and keys"), ("llama", "q_norm", "queries")],
-)
-def test_a_model_with_norms_gets_one_warning(model_type, scheme, sides, caplog):
+@pytest.mark.parametrize(("model_type", "scheme"), [("qwen3", None), ("llama", "q_norm"), ("llama", "soft_cap")])
+def test_a_model_with_norms_gets_one_warning(model_type, scheme, caplog):
     model = tiny_model(model_type)
     if scheme:
         patch_model(model, scheme)
-    with caplog.at_level(logging.WARNING):
-        QuacK(torch.optim.SGD(model.parameters(), 0.1), model)
-    (record,) = (record for record in caplog.records if "QuacK" in record.message)
-    assert f"norms its {sides} (model.layers.0.self_attn, 2 of 2 layers)" in record.message
+    caplog.clear()
+    QuacK(torch.optim.SGD(model.parameters(), 0.1), model)
+    assert caplog.text.count("this model norms its queries or keys, and QuacK's") == (scheme != "soft_cap")
