@@ -151,10 +151,12 @@ def test_masks_of_nothing_give_zeros(case: Case) -> None:
     assert_is_nothing(IMPLEMENTATIONS["tiled"], case)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("softcap", [1e-30, 1e-3, 1e30])
-def test_caps_of_any_size(implementation: Implementation, softcap: float) -> None:
+def test_caps_of_any_size(implementation: Implementation, softcap: float, dtype: torch.dtype) -> None:
+    """In bf16, a query times a scale that is no power of 2 would be rounded by more than its logit is from 0."""
     case = Case(queries=40, head_dim=64, causal=True, softcap=softcap)
-    inputs = draw_inputs(case, torch.float32)
+    inputs = draw_inputs(case, dtype)
     exact, eager = oracle_results(case, inputs.to(torch.float64)), oracle_results(case, inputs)
     for name, result in implementation.results(case, inputs).items():
         if float(exact[name].norm()) > 0:
