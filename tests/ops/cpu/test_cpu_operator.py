@@ -45,8 +45,8 @@ def test_the_operators_pass_torchs_opcheck(name: str) -> None:
     seed = torch.tensor([3]) if "dropout" in OPTIONS[name] else None
     heads, visible, options = call(q, k, v, **OPTIONS[name])
     values = (*heads[:3], *visible._replace(seed=seed)[:3], *options)
-    for operator in ("attend", "forward"):
-        opcheck(build.overload(operator), values, test_utils=("test_schema", "test_faketensor"))
+    for gradients in (False, True):
+        opcheck(build.overload("forward"), (*values, gradients), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_the_output_is_laid_out_for_the_output_projection() -> None:
