@@ -8,10 +8,8 @@ from test_norm_rope import test_results_and_gradients as check_kernels
 from torch import Tensor
 
 from hf_qknorm.convert.papers import change_sentences
-from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.ops.reference import head_norm
-from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
 from qknorm_tests.norm_cases import BRAIN, Case
 
@@ -50,8 +48,6 @@ def test_a_new_norm_is_one_entry(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     x = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = centred(x) if kind.centred else x
     torch.testing.assert_close(head_norm(x, name, eps=1e-30, p=3.0), y / size(x)[..., None])
-    with torch.no_grad():
-        torch.testing.assert_close(apply_norm(x, Norm(name, eps=1e-30, p=3.0)), y / size(x)[..., None])
 
     check_kernels(Case(norms=(name, name), head_dim=40, rotary=(20, "half"), gains=("shared", "none")))
     check_kernels(Case(norms=("rms", name), head_dim=64, dtype=BRAIN, biases=("none", "shared"), knee=4.0))
