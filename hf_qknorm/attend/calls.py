@@ -55,8 +55,9 @@ def make_call(
 
     Raises ValueError for arguments that no implementation takes, or that do not fit.
     """
-    for name, (kind, instead) in UNSUPPORTED.items():
-        if others.get(name) is not None:
+    for name in UNSUPPORTED:
+        if name in others and others[name] is not None:
+            kind, instead = UNSUPPORTED[name]
             raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
     heads = _in_one_dtype(heads)
     q, k, v, *_ = heads

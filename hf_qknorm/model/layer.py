@@ -81,7 +81,8 @@ class QKNormAttention(nn.Module):
                 k, v = add_to_cache(cache, k, v, style.slot(self, **options), options)
             if style.expand is not None:
                 k, v = style.expand(self, k, v, **options)
-            q, k = q.to(v.dtype), k.to(v.dtype)
+            if not q.dtype == k.dtype == v.dtype:  # a cache may hold another one
+                q, k = q.to(v.dtype), k.to(v.dtype)
             found = functions.attend(self, backend, q, k, v, attention_mask, options)
         out, weights = found
         return style.output(self, out.reshape(*hidden_states.shape[:-1], -1).contiguous(), *rest), weights

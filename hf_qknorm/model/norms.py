@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from hf_qknorm.ops.apply_norm import apply_norm
 from hf_qknorm.ops.norms import NORMS, PLAIN, Shape, shown_knee
+from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme
 
@@ -123,9 +123,7 @@ class HeadNorm(nn.Module):
         super()._load_from_state_dict(own, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.bypass:
-            return x
-        return apply_norm(x, self.as_norm())
+        return x if self.bypass else head_norm(x, *self.as_norm())
 
     def as_norm(self) -> Norm:
         """Return the norm in the form that the operators take."""
@@ -178,7 +176,8 @@ def local_tensor(x: Tensor) -> Tensor:
 
 def active_copy(module: Any) -> nn.Module | None:
     """The module, or its copy for `modules_to_save` or LN tuning that PEFT's wrapper calls."""
-    held: Any = {} if module is None else module._modules
+    if module is None or not (held := module._modules):
+        return module
     original: nn.Module | None = held.get("original_module", held.get("base_layer"))
     if original is None:
         return module
@@ -189,8 +188,8 @@ def active_copy(module: Any) -> nn.Module | None:
 
 def is_unhooked(module: nn.Module) -> bool:
     """Whether calling the module runs its class's `forward`, after what `run_pre_hooks` runs, and nothing else."""
-    hooks = (module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) or module._forward_pre_hooks_with_kwargs or "forward" in vars(module):
+    own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
+    if own or module._forward_pre_hooks_with_kwargs or "forward" in vars(module):
         return False
     return not _has_any_global_hook()  # type: ignore[no-untyped-call]
 

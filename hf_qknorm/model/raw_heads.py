@@ -24,9 +24,9 @@ def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> 
 
     Without norms the model's own RoPE is as fast.
     """
-    if not ("q_norm" in layer._modules or "k_norm" in layer._modules) or layer.family.rope is None:
+    if layer.family.rope is None or torch.compiler.is_exporting():  # an exported graph has operators of torch alone
         return None
-    if torch.compiler.is_exporting():  # such a graph has operators of torch alone
+    if "q_norm" not in layer._modules and "k_norm" not in layer._modules:
         return None
     heads = raw_heads(layer, q, k, v, positions)
     if heads is None or heads.q_norm.kind == heads.k_norm.kind == "none":
@@ -79,8 +79,7 @@ def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> He
 
 def as_norm(module: Any) -> Norm | None:
     """A layer's norm, the identity without one; None if its hooks do not end before it."""
-    norm = active_copy(module)
-    if norm is None:
+    if (norm := active_copy(module)) is None:
         return Norm()
     if not is_unhooked(norm) or (norm is not module and not is_unhooked(module)):
         return None
@@ -91,14 +90,15 @@ def as_norm(module: Any) -> Norm | None:
 
 def _after_hooks(layer: Any, heads: Heads) -> Heads:
     """Heads after the hooks before the layer's norms, which run once: after the choice of a kernel."""
-    found = []
-    for name, x in (("q_norm", heads.q), ("k_norm", heads.k)):
-        module = layer.norm_module(name)
-        for norm in dict.fromkeys((module, active_copy(module))):
-            if norm is not None and norm._forward_pre_hooks:
-                x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
-        found.append(x)
-    return heads._replace(q=found[0], k=found[1])
+    return heads._replace(q=_after_pre_hooks(layer, "q_norm", heads.q), k=_after_pre_hooks(layer, "k_norm", heads.k))
+
+
+def _after_pre_hooks(layer: Any, name: str, x: Tensor) -> Tensor:
+    module = layer.norm_module(name)
+    for norm in dict.fromkeys((module, active_copy(module))):
+        if norm is not None and norm._forward_pre_hooks:
+            x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
+    return x
 
 
 def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:

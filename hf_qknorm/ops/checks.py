@@ -13,8 +13,8 @@ from torch.autograd import forward_ad
 from hf_qknorm.ops.types import Heads, Options, Visible
 
 
-def check_call(heads: Heads, visible: Visible, options: Options, **results: Tensor) -> None:
-    """Raise ValueError unless these are the arguments of one attention call; results of its forward are not checked."""
+def check_call(heads: Heads, visible: Visible, options: Options) -> None:
+    """Raise ValueError unless these are the arguments of one attention call."""
     check_heads(heads.q, heads.k, heads.v)
     _check_visible(heads, visible)
     _check_options(options)

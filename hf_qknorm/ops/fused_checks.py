@@ -41,7 +41,7 @@ def why_not_norm_rope(heads: Heads) -> str | None:
         return f"there is nothing to attend: q {list(q.shape)}, k {list(k.shape)}"
     if heads.raw and q.shape[2] != k.shape[2]:
         return f"q {list(q.shape)} and k {list(k.shape)} must be of one length to be normed or rotated"
-    reason = _why_not_norm("q_norm", q_norm, q) or _why_not_norm("k_norm", k_norm, k) or _why_not_rotary(rotary, q)
+    reason = _why_not_norm("q_norm", q_norm, q) or _why_not_norm("k_norm", k_norm, k) or why_not_rotary(rotary, q)
     return reason or _why_not_here(str(q.device))
 
 
@@ -56,7 +56,8 @@ def _why_not_norm(name: str, norm: Norm, x: Tensor) -> str | None:
     return None
 
 
-def _why_not_rotary(rotary: Rotary | None, q: Tensor) -> str | None:
+def why_not_rotary(rotary: Rotary | None, q: Tensor) -> str | None:
+    """The reason why kernels can't rotate queries `[B, H, T, D]` by these angles, or None if they can."""
     if rotary is None:
         return None
     (cos, sin, _), (batch, _, length, head_dim) = rotary, q.shape

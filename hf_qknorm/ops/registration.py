@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo  # torch.compiler.disable would import torch._dynamo, and so Triton
 from torch.autograd.function import once_differentiable
 
-from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
+from hf_qknorm.ops.types import NO_ANGLES, Heads, Norm, Options, Rotary, Visible
 
 # The fields of an operator: the name of each argument, and its type in the schema.
 HEADS: Final = {"q": "Tensor", "k": "Tensor", "v": "Tensor"}
@@ -18,10 +18,8 @@ NORM: Final = {
     **{"kind": "str", "gain": "Tensor?", "bias": "Tensor?"},
     **{"eps": "float", "p": "float", "knee": "Tensor?"},
 }
-NORM_ROPE: Final = {
-    **{f"{side}_{name}": kind for side in "qk" for name, kind in NORM.items()},
-    **{"cos": "Tensor?", "sin": "Tensor?", "interleaved": "bool"},
-}
+ROTARY: Final = {"cos": "Tensor?", "sin": "Tensor?", "interleaved": "bool"}
+NORM_ROPE: Final = {f"{side}_{name}": kind for side in "qk" for name, kind in NORM.items()} | ROTARY
 VISIBLE: Final = dict.fromkeys(Visible._fields, "Tensor?")
 OPTIONS: Final = {"scale": "float", "softcap": "float?", "causal": "bool", "window": "int?", "dropout": "float"}
 CALL: Final = {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS}
@@ -31,7 +29,7 @@ Flat = tuple[Any, ...]  # the arguments of an operator, in the schema's order
 
 def pack_norms(q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> Flat:
     """The arguments `NORM_ROPE`."""
-    return *q_norm, *k_norm, *(rotary or (None, None, False))
+    return *q_norm, *k_norm, *(rotary or NO_ANGLES)
 
 
 def pack(heads: Heads, visible: Visible, options: Options) -> Flat:

@@ -37,6 +37,9 @@ class Rotary(NamedTuple):
     interleaved: bool = False
 
 
+NO_ANGLES: Final = (None, None, False)  # in the place of a `Rotary`
+
+
 class Heads(NamedTuple):
     """Queries `[B, H, T, D]`, keys and values `[B, Hk, S, D]`, and the norms and rotation still to be applied."""
 

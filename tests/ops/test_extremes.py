@@ -133,10 +133,11 @@ def test_hidden_logits_that_are_not_finite_change_nothing(implementation: Implem
     torch.testing.assert_close(*found)
 
 
-@each("softcap", axes=([1e-30, 1e-3, 1e30],))
-def test_caps_of_any_size(implementation: Implementation, softcap: float) -> None:
-    given = problem(Case(queries=40, head_dim=64, causal=True, softcap=softcap), F32, implementation.device)
-    exact, plain = given.expected(F64), given.expected(F32)
+@each("softcap", "dtype", axes=([1e-30, 1e-3, 1e30], [F32, torch.bfloat16]))
+def test_caps_of_any_size(implementation: Implementation, softcap: float, dtype: torch.dtype) -> None:
+    """In bf16, a query times a scale that is no power of 2 would be rounded by more than its logit is from 0."""
+    given = problem(Case(queries=40, head_dim=64, causal=True, softcap=softcap), dtype, implementation.device)
+    exact, plain = given.expected(F64), given.expected(dtype)
     for name, x in given.results(implementation.attend).items():
         assert_exact(x, exact[name], [plain[name]], name)
 

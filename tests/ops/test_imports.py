@@ -10,7 +10,7 @@ import pytest
 import hf_qknorm.ops
 
 FOLDER = Path(hf_qknorm.ops.__file__).parent
-PLAIN = ("reference.py", "apply_norm.py", "__init__.py")  # the oracle, and a norm that is its own with gradients
+PLAIN = ("reference.py", "__init__.py")
 BELOW = ("hf_qknorm.ops", "hf_qknorm.files", "hf_qknorm.version")
 ALONE = """
 import sys, types

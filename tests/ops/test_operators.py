@@ -66,10 +66,9 @@ def test_attention_passes_torchs_opcheck(implementation: Implementation, name: s
         opcheck(tiled.ATTENTION.overload, values, test_utils=CHECKED)
         opcheck(tiled.ATTENTION_BACKWARD.overload, (given.grad, *values), test_utils=CHECKED)
     elif given.visible.mask is None and implementation.name == "cpp":
-        for operator in ("attend", "forward"):
-            opcheck(
-                build.overload(operator), (*given.heads[:3], *given.visible[:3], *given.options), test_utils=CHECKED
-            )
+        for gradients in (False, True):
+            values = (*given.heads[:3], *given.visible[:3], *given.options, gradients)
+            opcheck(build.overload("forward"), values, test_utils=CHECKED)
     elif given.visible.mask is None and name != "ranges":
         of = Heads(*given.heads[:3], *(normed(4.0 if name == "capped" else 0.0) if name != "window" else {}).values())
         values = (*pack(of, given.visible, given.options), name == "window")
@@ -80,7 +79,7 @@ def test_attention_passes_torchs_opcheck(implementation: Implementation, name: s
 
 def test_norms_pass_torchs_opcheck(compiled: None) -> None:
     x, angles = torch.randn(1, 4, 5, 16), torch.ones(1, 5, 8)
-    values = (x, True, False, torch.ones(16), None, 1e-6, 1.0, 1.0, angles, angles, False)
+    values = (x, "rms", torch.ones(16), None, 1e-6, torch.tensor([1.0, 2.0, 8.0]), angles, angles, False)
     assert [argument.name for argument in build.overload("norm_rope")._schema.arguments] == [*norm_rope.FIELDS]
     opcheck(build.overload("norm_rope"), values, test_utils="test_schema")
     pytest.importorskip("triton")

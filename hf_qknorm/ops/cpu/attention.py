@@ -34,10 +34,11 @@ def attention(call: Call) -> Tensor:
     visible = with_seed(visible, options, heads.q.device)
     arguments = *heads[:3], *visible[:3], *options
     refuse_forward_mode(arguments)
-    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments):
-        out: Tensor = build.overload("attention")(*arguments)
+    gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
+    if gradients:
+        out: Tensor = build.overload("attention")(*arguments, True)
         return out
-    return build.overload("attend")(*arguments)  # without the normaliser: faster for a few queries
+    return build.overload("forward")(*arguments, False)[0]
 
 
 @torch.no_grad()
@@ -80,13 +81,9 @@ def why_not(call: Call) -> str | None:
 
 def _backward(grad: Tensor, out: Tensor, normaliser: Tensor, *arguments: Any) -> tuple[Tensor | None, ...]:
     """Gradients of q, k, v and the sinks, from `grad` `[B, H, T, D]`, the results of `forward`, and its arguments."""
-    q, k, v, _, sinks, *_ = arguments
-    normaliser = normaliser.contiguous()
-    dq = q.new_zeros((_key_parts(q, k), *q.shape), dtype=torch.float32)
-    dk, dv, delta = laid_out(k), laid_out(v), normaliser.new_empty(q.shape[:3])
-    build.overload("backward")(*arguments, grad, out, normaliser, dq, dk, dv, delta)
-    total = dq[0] if len(dq) == 1 else dq.sum(0)
-    return total.to(q.dtype), dk, dv, _sink_gradient(sinks, normaliser, delta)
+    q, k, _, _, sinks, *_ = arguments
+    *gradients, delta = build.overload("backward")(grad, out, normaliser, *arguments, _key_parts(q, k))
+    return *gradients, _sink_gradient(sinks, normaliser, delta)
 
 
 def _sink_gradient(sinks: Tensor | None, normaliser: Tensor, delta: Tensor) -> Tensor | None:
@@ -110,7 +107,7 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-FIELDS: Final = HEADS | dict.fromkeys(Visible._fields[:3], "Tensor?") | OPTIONS
+FIELDS: Final = HEADS | dict.fromkeys(Visible._fields[:3], "Tensor?") | OPTIONS | {"gradients": "bool"}
 
 
 @build.once_loaded
@@ -118,10 +115,14 @@ def _add(compiled: build.Overloads) -> build.Overloads:
     """Make the compiled operators traceable, and `forward` differentiable."""
     name = build.name()
 
-    def forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        return laid_out(q), q.new_empty((*q.shape[:3], 2), dtype=torch.float32)
+    def forward(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+        batch, heads, length, _ = q.shape
+        return laid_out(q), q.new_empty((batch, heads, length if arguments[-1] else 0, 2), dtype=torch.float32)
 
-    torch.library.register_fake(f"{name}::attend", lambda q, *_: laid_out(q))
+    def backward(grad: Tensor, out: Tensor, normaliser: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        q, k, v = arguments[:3]
+        return q.new_empty(q.shape), laid_out(k), laid_out(v), normaliser.new_empty(q.shape[:3])
+
     torch.library.register_fake(f"{name}::forward", forward)
-    torch.library.register_fake(f"{name}::backward", lambda *_: None)
+    torch.library.register_fake(f"{name}::backward", backward)
     return {"attention": differentiable(FIELDS, (*HEADS, "sinks"), compiled["forward"], _backward, kept=2)}

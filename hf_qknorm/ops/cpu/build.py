@@ -30,7 +30,7 @@ VECTORS: Final = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
 }
-OPERATORS: Final = ("attend", "forward", "backward", "measure", "norm_rope", "norm_rope_backward")
+OPERATORS: Final = ("forward", "backward", "measure", "norm_rope", "norm_rope_backward")
 SWITCH: Final = "HF_QKNORM_CPU"
 COMPILING: Final = "the C++ kernels are being compiled"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -63,11 +63,22 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
+class _Hashed(Constants):
+    """Constants with a hash that is computed once: each launch takes it, and that of a `constexpr` takes long."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return tuple.__hash__(self)
+
+
 @lru_cache(4096)
 def constants(*fields: Any, **options: Any) -> Constants:
     """`Constants` as Triton 3.6 needs them: fields of a constant tuple are not constants by themselves there."""
     made = Constants(*fields, **options)
-    return made if INTERPRETED else Constants(*map(triton.language.constexpr, made))
+    return made if INTERPRETED else _Hashed(*map(triton.language.constexpr, made))
 
 
 def dense(x: Tensor) -> Tensor:

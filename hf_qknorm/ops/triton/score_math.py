@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-FIRST, THIRD, FIFTH = map(tl.constexpr, (0.999936879, -0.330128044, 0.108397968))  # of x, x³ and x⁵ in tanh
 
 
 class QueryBlock(NamedTuple):
@@ -138,13 +137,19 @@ def capped(x, cap, C: tl.constexpr):
     With a maximum the product is left to the instruction that subtracts it, which rounds once.
     """
     if C.TANH == "polynomial" and not C.ONLINE:  # the cap is a factor of its coefficients, the same for all tiles
-        u = x * x
-        x = ((FIFTH * cap * u + THIRD * cap) * u + FIRST * cap) * x
+        x = _polynomial(x, cap)
     elif C.TANH != "none":
         x, _ = tanh_and_slope(x, C.TANH)
         if not C.ONLINE:
             x = x * cap
     return x
+
+
+@triton.jit
+def _polynomial(x, cap):
+    """cap·tanh(x); its numbers stand here, as each launch compares those outside of functions, which takes long."""
+    u = x * x
+    return ((0.108397968 * cap * u - 0.330128044 * cap) * u + 0.999936879 * cap) * x
 
 
 @triton.jit
@@ -155,8 +160,7 @@ def tanh_and_slope(x, HOW: tl.constexpr):
     which keeps the derivative's relative precision near ±1 too.
     """
     if HOW == "polynomial":
-        u = x * x
-        y = ((FIFTH * u + THIRD) * u + FIRST) * x
+        y = _polynomial(x, 1.0)
         slope = 1.0 - y * y
     elif HOW == "approx":
         y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)

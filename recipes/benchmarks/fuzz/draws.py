@@ -12,12 +12,13 @@ from torch import Tensor
 from fuzz.lines import Table, Values
 from fuzz.tables import CPP
 from hf_qknorm.ops.cpu import build
+from hf_qknorm.ops.cpu.norm_rope import KINDS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Target(NamedTuple):
-    """An operator: its table, its arguments for a seed, and its call, which returns all tensors that it writes."""
+    """An operator: its table, its arguments for a seed, and its call, which returns its results."""
 
     name: str
     table: Table
@@ -84,29 +85,26 @@ class _Draw:
 def _attention(seed: int) -> Values:
     draw = _Draw(seed)
     visible = draw.visible(draw.keys)
-    return draw.queries_keys_values(draw.keys) | visible | {"cap": draw.maybe(lambda: 5.0)}
+    cap, gradients = draw.maybe(lambda: 5.0), draw.random.random() < 0.5
+    return draw.queries_keys_values(draw.keys) | visible | {"cap": cap, "gradients": gradients}
 
 
 def _backward(seed: int) -> Values:
-    values = _attention(seed)
-    q, k = values["q"], values["k"]
+    values = _attention(seed) | {"gradients": True}
+    q = values["q"]
     out, normaliser = _call("forward", values)
-    return values | {
-        "grad": torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)).to(q.dtype),
-        "out": out,
-        "normaliser": normaliser,
-        "dq": torch.zeros(2, *q.shape),
-        **{"dk": torch.zeros_like(k), "dv": torch.zeros_like(k), "delta": torch.zeros(q.shape[:3])},
-    }
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(seed)).to(q.dtype)
+    return values | {"grad": grad, "out": out, "normaliser": normaliser, "parts": 2}
 
 
 def _norm_rope(seed: int) -> Values:
     draw = _Draw(seed)
     x = draw.normal(draw.batch, draw.queries, draw.heads, draw.columns).transpose(1, 2)
     gain, bias = (draw.maybe(lambda: draw.parameter(draw.heads)) for _ in range(2))
-    shape = {"eps": 0.5, "sharpness": draw.random.choice(SHARPNESSES), "length": 0.7}
-    centred = draw.random.random() < 0.5
-    return {"x": x, "normed": True, "centred": centred, "gain": gain, "bias": bias, **shape, **draw.angles()}
+    shape = torch.tensor([1.5, draw.random.choice((0.0, 2.0)), draw.random.choice(SHARPNESSES)])
+    knee = draw.maybe(lambda: shape.to(draw.random.choice(DTYPES)))
+    kind = draw.random.choice(KINDS[1:])
+    return {"x": x, "kind": kind, "gain": gain, "bias": bias, "eps": 0.5, "knee": knee, **draw.angles()}
 
 
 def _norm_rope_backward(seed: int) -> Values:
@@ -117,8 +115,7 @@ def _norm_rope_backward(seed: int) -> Values:
 def _call(name: str, values: Values) -> list[Tensor]:
     overload = build.overload(name)
     found = overload(*(values.get(x.name, 0.5) for x in overload._schema.arguments))  # measure's threshold
-    returned = [found] if isinstance(found, Tensor) else [*(found or ())]
-    return returned + [values[x.name] for x in overload._schema.arguments if x.alias_info is not None]
+    return [found] if isinstance(found, Tensor) else [*found]
 
 
 DRAWS = {"backward": _backward, "norm_rope": _norm_rope, "norm_rope_backward": _norm_rope_backward}

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from fuzz.lines import FLOATING, HEADS, OF_Q, OF_X, Line, Number, Sizes, Table, Values, is_finite
+from hf_qknorm.ops.cpu.norm_rope import KINDS
 
 MOST_COLUMNS: Final = 256
 
@@ -57,25 +58,23 @@ ATTENTION: Final[Table] = {
     "dropout": Number("in [0, 1), with a seed above 0", _seeded),
 }
 OF_Q_HEADS: Final = Line("B H T D", OF_Q)
+FORWARD: Final[Table] = ATTENTION | {"gradients": SWITCH}
 BACKWARD: Final[Table] = ATTENTION | {
     "grad": OF_Q_HEADS,
     "out": OF_Q_HEADS,
-    "normaliser": Line("B H T 2", "fp32", "packed"),
-    "dq": Line("P B H T D", "fp32", "packed", limits=(("P ≥ 1", lambda s, values: s["P"] >= 1),)),
-    "dk": Line("B Hk S D", OF_Q, "rows"),
-    "dv": Line("B Hk S D", OF_Q, "rows"),
-    "delta": Line("B H T", "fp32", "packed"),
+    "normaliser": Line("B H T 2", "fp32"),
+    "parts": Number("from 1 to 2²⁴", lambda x, values: 1 <= x <= 1 << 24),
 }
 MEASURE: Final[Table] = {name: line for name, line in ATTENTION.items() if name != "dropout"}
 
 
 CPP_NORM_ROPE: Final[Table] = {
     "x": Q,
+    "kind": Number("none, rms, layer or l2", lambda x, values: x in KINDS),
     "gain": PARAMETER,
     "bias": PARAMETER,
     "eps": Number("≥ 0", lambda x, values: x >= 0),
-    "sharpness": Number("≥ 1", lambda x, values: x >= 1),
-    "length": Number("> 0", lambda x, values: x > 0),
+    "knee": Line("3", HEADS, optional=True),
     "cos": COS,
     "sin": SIN,
     "interleaved": SWITCH,
@@ -84,8 +83,7 @@ CPP_NORM_ROPE_BACKWARD: Final[Table] = CPP_NORM_ROPE | {"grad": Line("B H T D", 
 
 
 CPP: Final[dict[str, Table]] = {
-    "attend": ATTENTION,
-    "forward": ATTENTION,
+    "forward": FORWARD,
     "measure": MEASURE,
     "backward": BACKWARD,
     "norm_rope": CPP_NORM_ROPE,

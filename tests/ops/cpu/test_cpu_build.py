@@ -105,7 +105,7 @@ def test_a_failure_is_a_reason_and_logged_once(
     assert "Compiling" in messages[0]
     assert "are not available" in messages[1]
     with pytest.raises(RuntimeError, match="not available: .*Error building"):
-        build.overload("attend")
+        build.overload("forward")
     monkeypatch.setenv(build.SWITCH, "1")
     with pytest.raises(RuntimeError, match="HF_QKNORM_CPU=1 demands"):
         build.why_not()

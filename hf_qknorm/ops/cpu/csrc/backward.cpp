@@ -1,6 +1,5 @@
 #include "attention.h"
 #include "pairs.h"
-#include "tiles.h"
 
 namespace hf_qknorm {
 namespace {
@@ -113,13 +112,12 @@ template <class T>
 void add_block(const Problem& problem, const Gradients& gradients, const Rows& rows, const Memory& memory,
                const ByRow& keys, const ByRow& values, Tile tile, int64_t offset, float* dq) {
   const int64_t head_dim = problem.head_dim, width = memory.width;
-  load_columns<T>(problem, problem.q, rows, problem.query_factor(), memory.staged, memory.query_columns);
+  load_queries<T>(problem, rows, memory.staged, memory.query_columns);
   load_columns<T>(problem, gradients.grad, rows, 1.0, memory.staged, memory.grad_columns);
   load_rows<T>(problem, problem.q, rows, 0, rows.count, 1.0, memory.query_rows);
   load_rows<T>(problem, gradients.grad, rows, 0, rows.count, 1.0, memory.grad_rows);
   const Pairs& pairs = memory.pairs;
-  multiply_heads<T, false>(
-      tile.keys, rows.width, head_dim, keys, memory.query_columns, BLOCK_ROWS, tile.scores, BLOCK_ROWS, pairs);
+  score_heads<T>(problem, rows, tile.keys, keys, memory.query_columns, tile.scores, pairs);
   multiply_heads<T, false>(
       tile.keys, rows.width, head_dim, values, memory.grad_columns, BLOCK_ROWS, tile.dweights, BLOCK_ROWS, pairs);
   differentiate(problem, rows, tile, RowNumbers(problem, gradients, rows));

@@ -4,7 +4,6 @@
 // The table of these checks is ops/OPERATORS.md; recipes/benchmarks/fuzz_operators.py breaks each of its lines.
 #pragma once
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/Tensor.h>
 
 #include <cmath>
@@ -37,17 +36,10 @@ inline void check_floating(const char* name, const Tensor& x, at::IntArrayRef sh
   TORCH_CHECK_VALUE(at::isFloatingType(x.scalar_type()), name, " must be of floating point numbers, got ", x.scalar_type());
 }
 
-// A tensor that is read or written as one piece.
-inline void check_packed(const char* name, const Tensor& x, at::IntArrayRef shape) {
-  check_tensor(name, x, ScalarType::Float, shape);
-  TORCH_CHECK_VALUE(x.is_contiguous(), name, " must be contiguous, got strides ", x.strides());
-}
-
-// A tensor that is written by rows.
-inline void check_written(const char* name, const Tensor& x, ScalarType type, at::IntArrayRef shape) {
-  check_tensor(name, x, type, shape);
-  TORCH_CHECK_VALUE(x.stride(-1) == 1 && at::has_internal_overlap(x) != at::MemOverlap::Yes, name,
-                    " must have dense rows with memory of their own, got strides ", x.strides());
+inline void check_head_type(const char* name, const Tensor& x) {
+  const ScalarType type = x.scalar_type();
+  TORCH_CHECK_VALUE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+                    " must be of fp32, bf16 or fp16 numbers, got ", type);
 }
 
 // Heads [B, H, T, D]
@@ -55,9 +47,7 @@ inline void check_heads(const char* name, const Tensor& x) {
   check_shape(name, x, x.sizes());
   TORCH_CHECK_VALUE(x.dim() == 4 && x.size(1) >= 1 && x.size(3) >= 1 && x.size(3) <= MOST_COLUMNS, name,
                     " must be [B, H, T, D] with at least one head, and 1 to ", MOST_COLUMNS, " columns, got ", x.sizes());
-  const ScalarType type = x.scalar_type();
-  TORCH_CHECK_VALUE(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
-                    " must be of fp32, bf16 or fp16 numbers, got ", type);
+  check_head_type(name, x);
 }
 
 // The arguments of every pass of attention.
@@ -85,18 +75,11 @@ inline void check_attention(const Tensor& q, const Tensor& k, const Tensor& v, c
 }
 
 // The arguments of backward beside these.
-inline void check_gradients(const Tensor& q, const Tensor& k, const Tensor& grad, const Tensor& out,
-                            const Tensor& normaliser, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                            const Tensor& delta) {
-  const int64_t batch = q.size(0), heads = q.size(1), queries = q.size(2);
+inline void check_gradients(const Tensor& q, const Tensor& grad, const Tensor& out, const Tensor& normaliser, int64_t parts) {
   check_tensor("grad", grad, q.scalar_type(), q.sizes());
   check_tensor("out", out, q.scalar_type(), q.sizes());
-  check_written("dk", dk, q.scalar_type(), k.sizes());
-  check_written("dv", dv, q.scalar_type(), k.sizes());
-  check_packed("normaliser", normaliser, {batch, heads, queries, 2});
-  check_packed("delta", delta, {batch, heads, queries});
-  TORCH_CHECK_VALUE(dq.dim() == 5 && dq.size(0) >= 1, "dq must be [P, B, H, T, D] with at least one part, got ", dq.sizes());
-  check_packed("dq", dq, {dq.size(0), batch, heads, queries, q.size(3)});
+  check_tensor("normaliser", normaliser, ScalarType::Float, {q.size(0), q.size(1), q.size(2), 2});
+  TORCH_CHECK_VALUE(parts >= 1 && parts <= MOST_KEYS, "parts must be from 1 to ", MOST_KEYS, ", got ", parts);
 }
 
 // A norm's gain or bias: [1], [D] or [H, D]
@@ -108,13 +91,14 @@ inline void check_parameter(const char* name, const MaybeTensor& x, int64_t head
 
 // Heads, their norm and rotation.
 inline void check_norm_rope(const Tensor& x, const NormRope& by) {
-  const auto& [kind, gain, bias, cos, sin, interleaved] = by;
+  const auto& [kind, gain, bias, eps, knee, cos, sin, interleaved] = by;
   check_heads("x", x);
+  TORCH_CHECK_VALUE(kind == "none" || kind == "rms" || kind == "layer" || kind == "l2",
+                    "kind must be none, rms, layer or l2, got ", kind);
   check_parameter("gain", gain, x.size(1), x.size(3));
   check_parameter("bias", bias, x.size(1), x.size(3));
-  TORCH_CHECK_VALUE(kind.eps >= 0, "eps must not be negative, got ", kind.eps);
-  TORCH_CHECK_VALUE(kind.sharpness >= 1, "sharpness must be at least 1, got ", kind.sharpness);
-  TORCH_CHECK_VALUE(kind.length > 0, "length must be above 0, got ", kind.length);
+  TORCH_CHECK_VALUE(eps >= 0, "eps must not be negative, got ", eps);
+  if (knee) check_shape("knee", *knee, {3}), check_head_type("knee", *knee);
   TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "cos and sin must be given together");
   if (!cos) return;
   TORCH_CHECK_VALUE(cos->dim() == 3 && 2 * cos->size(2) <= x.size(3),

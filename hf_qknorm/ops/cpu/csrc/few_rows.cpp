@@ -26,9 +26,9 @@ inline Vec sums_of(const Vec* x) {
 }
 
 // Products of keys [count, width] with queries [ROWS, width]: scores [count, ROWS]. Scores beyond the last key, to the end
-// of a vector, are those of the last key.
-template <int ROWS>
-void score(const ByRow& keys, int64_t count, const float* queries, int64_t width, float* scores) {
+// of a vector, are those of the last key. COLUMNS vectors of a key are read together: memory is fastest in its own order.
+template <int ROWS, int COLUMNS>
+void score_columns(const ByRow& keys, int64_t count, const float* queries, int64_t width, float* scores) {
   constexpr int STEP = LANES / ROWS;
   for (int64_t j = 0; j < count; j += STEP) {
     const float* key[STEP];
@@ -36,27 +36,31 @@ void score(const ByRow& keys, int64_t count, const float* queries, int64_t width
     Vec sums[LANES];
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; ++i) sums[i] = Vec(0.0f);
-    for (int64_t d = 0; d < width; d += LANES) {
-      Vec query[ROWS];
-#pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) query[r] = Vec::loadu(queries + r * width + d);
+    for (int64_t d = 0; d < width; d += COLUMNS * LANES) {
+      Vec query[ROWS][COLUMNS];
+      for (int r = 0; r < ROWS; ++r)
+        for (int n = 0; n < COLUMNS; ++n) query[r][n] = Vec::loadu(queries + r * width + d + n * LANES);
 #pragma GCC unroll 16
-      for (int i = 0; i < STEP; ++i) {
-        const Vec columns = Vec::loadu(key[i] + d);
+      for (int i = 0; i < STEP; ++i)
+#pragma GCC unroll 4
+        for (int n = 0; n < COLUMNS; ++n) {
+          const Vec columns = Vec::loadu(key[i] + d + n * LANES);
 #pragma GCC unroll 8
-        for (int r = 0; r < ROWS; ++r) sums[i * ROWS + r] = at::vec::fmadd(columns, query[r], sums[i * ROWS + r]);
-      }
+          for (int r = 0; r < ROWS; ++r) sums[i * ROWS + r] = at::vec::fmadd(columns, query[r][n], sums[i * ROWS + r]);
+        }
     }
     sums_of<LANES>(sums).store(scores + j * ROWS);
   }
 }
 
-// Vectors of sums that stay in registers, beside those of a row of values.
-#if defined(CPU_CAPABILITY_AVX512)
-constexpr int SUMS = 16;
-#else
-constexpr int SUMS = 8;
-#endif
+template <int ROWS>
+void score(const ByRow& keys, int64_t count, const float* queries, int64_t width, float* scores) {
+  constexpr int COLUMNS = std::max(4 / ROWS, 1);
+  if (width % (COLUMNS * LANES) == 0) return score_columns<ROWS, COLUMNS>(keys, count, queries, width, scores);
+  score_columns<ROWS, 1>(keys, count, queries, width, scores);
+}
+
+constexpr int SUMS = LANES;  // vectors of sums that stay in registers, which are twice as many
 
 // Add weights [count, ROWS] times columns [count, VECTORS·LANES] of values to sums [ROWS, VECTORS·LANES].
 template <int ROWS, int VECTORS>
@@ -202,13 +206,15 @@ void attend_all(const Problem& problem, const Heads& out) {
   const auto rows_of = [&](int64_t place) {
     return Rows(problem, blocks, place / problem.key_heads, place % problem.key_heads, 0);
   };
-  share_out(places * parts, threads, Memory::size(width), [&](int64_t item, float* memory) {
-    const int64_t begin = item % parts * tiles / parts * TILE_KEYS, end = (item % parts + 1) * tiles / parts * TILE_KEYS;
-    const Part part(results.data(), ROWS, width, item);
-    attend<ROWS, T>(problem, rows_of(item / parts), begin, std::min(end, problem.keys), Memory(memory, width), part);
-    if (parts == 1) write<T>(problem, rows_of(item), &part, 1, memory, out);
+  // Each thread takes keys one after the other, which it has often just written to a cache.
+  at::parallel_for(0, places * parts, (places * parts + threads - 1) / threads, [&](int64_t first, int64_t last) {
+    const Scratch scratch(Memory::size(width));
+    for (int64_t item = first; item < last; ++item) {
+      const int64_t begin = item % parts * tiles / parts * TILE_KEYS, end = (item % parts + 1) * tiles / parts * TILE_KEYS;
+      const Part part(results.data(), ROWS, width, item);
+      attend<ROWS, T>(problem, rows_of(item / parts), begin, std::min(end, problem.keys), {scratch.data(), width}, part);
+    }
   });
-  if (parts == 1) return;
   const Scratch sum(width);
   for (int64_t place = 0; place < places; ++place) {
     std::vector<Part> found;

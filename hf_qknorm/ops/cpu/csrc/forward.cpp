@@ -51,7 +51,7 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
   const int64_t head_dim = problem.head_dim;
   const Dropout dropout(problem.dropout);
   Softmax softmax(problem, rows);
-  load_columns<T>(problem, problem.q, rows, problem.query_factor(), memory.staged, memory.queries);
+  load_queries<T>(problem, rows, memory.staged, memory.queries);
   std::fill(memory.out, memory.out + memory.width * BLOCK_ROWS, 0.0f);
   for (int64_t first = rows.first_key; first < rows.last_key; first += TILE_KEYS) {
     const int64_t count = std::min(TILE_KEYS, rows.last_key - first);
@@ -59,8 +59,7 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
       return load_tile<T>(heads, rows.b, rows.key_head, first, count, head_dim, head_dim, copy);
     };
     const ByRow keys = load(problem.k, memory.keys), values = load(problem.v, memory.values);
-    multiply_heads<T, false>(
-        count, rows.width, head_dim, keys, memory.queries, BLOCK_ROWS, memory.scores, BLOCK_ROWS, memory.pairs);
+    score_heads<T>(problem, rows, count, keys, memory.queries, memory.scores, memory.pairs);
     const Dropout* factors = problem.dropout > 0 ? &dropout : nullptr;
     weigh(problem, rows, {memory.scores, BLOCK_ROWS, first, count, factors}, softmax);
     if (!problem.bounded() && first > rows.first_key)

@@ -48,26 +48,11 @@ struct Angles {
   const float* at(int64_t b, int64_t t) const { return data + b * batch + t * row; }
 };
 
-// A `NormRope` for heads x, with its tensors in fp32.
-struct Steps {
-  NormKind kind;
-  Parameter gain, bias;
-  Angles cos, sin;
-  bool interleaved;
-
-  Steps(const at::Tensor& x, const NormRope& by)
-      : kind(by.kind), gain(by.gain, x.size(3)), bias(by.bias, x.size(3)), cos(by.cos), sin(by.sin),
-        interleaved(by.interleaved) {}
-};
-
 double dot(const float* x, const float* y, int64_t count) {
   Vec sums(0.0f);
   int64_t i = 0;
   for (; i + LANES <= count; i += LANES) sums = at::vec::fmadd(Vec::loadu(x + i), Vec::loadu(y + i), sums);
-  float lanes[LANES];
-  sums.store(lanes);
-  double sum = 0;
-  for (float lane : lanes) sum += lane;
+  double sum = at::vec::vec_reduce_all<float>([](const Vec& a, const Vec& b) { return a + b; }, sums);
   for (; i < count; ++i) sum += x[i] * y[i];
   return sum;
 }
@@ -79,26 +64,43 @@ void centre(float* x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) x[i] -= mean;
 }
 
-// xˢ, by squares where s is a power of 2
-double power(double x, double sharpness) {
-  double s = 1;
-  for (; s < sharpness; s *= 2) x *= x;
-  return s == sharpness ? x : std::pow(x, sharpness / s);
-}
-
-// x^(1/s)
-double root(double x, double sharpness) {
-  double s = 1;
-  for (; s < sharpness; s *= 2) x = std::sqrt(x);
-  return s == sharpness ? x : std::pow(x, s / sharpness);
-}
-
 // (aˢ + bˢ)^(1/s), from the ratio of the smaller to the larger: powers of the numbers themselves would overflow
 double smooth_maximum(double a, double b, double sharpness) {
   if (sharpness == 1) return a + b;
   const double larger = std::max(a, b);
-  return larger * root(1 + power(std::min(a, b) / larger, sharpness), sharpness);
+  return larger * std::pow(1 + std::pow(std::min(a, b) / larger, sharpness), 1 / sharpness);
 }
+
+// A norm of rows y: of x, or of x minus its mean; divided by the root of ((mean y²)ˢ + epsˢ)^(1/s), times the length.
+struct NormKind {
+  bool normed, centred;
+  double eps, sharpness, length;
+
+  // For heads of so many columns. The knee holds the base-2 logarithms of ε and P over the scheme's eps, and s, in bf16.
+  NormKind(const NormRope& by, int64_t columns) : normed(by.kind != "none"), centred(by.kind == "layer") {
+    double numbers[3] = {0, 0, 1};
+    if (by.knee)
+      with_dtype(by.knee->scalar_type(), [&](auto zero) {
+        const auto* from = by.knee->const_data_ptr<decltype(zero)>();
+        for (int i = 0; i < 3; ++i) numbers[i] = c10::BFloat16(static_cast<float>(from[i * by.knee->stride(0)]));
+      });
+    eps = by.eps * std::exp2(numbers[0]), sharpness = numbers[2];
+    length = by.kind == "l2" ? 1 / std::sqrt(static_cast<double>(columns)) : 1;
+    if (numbers[1] != 0) length = std::sqrt(smooth_maximum(by.eps * std::exp2(numbers[1]), eps, sharpness));
+  }
+};
+
+// A `NormRope` for heads x, with its tensors in fp32.
+struct Steps {
+  NormKind kind;
+  Parameter gain, bias;
+  Angles cos, sin;
+  bool interleaved;
+
+  Steps(const at::Tensor& x, const NormRope& by)
+      : kind(by, x.size(3)), gain(by.gain, x.size(3)), bias(by.bias, x.size(3)), cos(by.cos), sin(by.sin),
+        interleaved(by.interleaved) {}
+};
 
 // A row y becomes n = r·y, and its gradient r·(g - n·slope·Σ g·n).
 struct Normaliser {
@@ -117,7 +119,7 @@ Normaliser normalise(const NormKind& kind, float* x, int64_t count) {
   const double size = smooth_maximum(square, kind.eps, kind.sharpness), length = kind.length;
   const float r = static_cast<float>(length / std::sqrt(size));
   for (int64_t i = 0; i < count; ++i) x[i] *= r;
-  const double slope = power(square / size, kind.sharpness) * size / square;  // d size / d square
+  const double slope = std::pow(square / size, kind.sharpness) * size / square;  // d size / d square
   return {r, slope / (static_cast<double>(count) * length * length)};
 }
 
@@ -243,7 +245,10 @@ HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, co
     all_gradients(x, grad, steps, dx.data_ptr<decltype(zero)>(), steps.gain.data ? dgain.data_ptr<float>() : nullptr,
                   steps.bias.data ? dbias.data_ptr<float>() : nullptr);
   });
-  return {dx.transpose(1, 2), dgain, dbias};
+  const auto like = [](const at::Tensor& sums, const std::optional<at::Tensor>& parameter) {
+    return parameter ? sums.sum_to_size(parameter->sizes()).to(parameter->scalar_type()) : sums;
+  };
+  return {dx.transpose(1, 2), like(dgain, by.gain), like(dbias, by.bias)};
 }
 
 }  // namespace hf_qknorm

@@ -1,4 +1,4 @@
-// The operators, for the CPU alone. Each checks its arguments before it reads them; Python makes the tensors of gradients.
+// The operators, for the CPU alone. Each checks its arguments before it reads them.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -49,35 +49,32 @@ Tensor laid_out(const Tensor& x) {
   return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
 }
 
-Tensor run_attend(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges, const MaybeTensor& sinks,
-                  const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal,
-                  std::optional<int64_t> window, double dropout) {
-  const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
-  Tensor out = laid_out(q);
-  if (!forward_few_rows(call.problem, heads_of(out))) forward(call.problem, heads_of(out), nullptr);
-  return out;
-}
-
+// For gradients there is a normaliser.
 std::tuple<Tensor, Tensor> run_forward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges,
                                        const MaybeTensor& sinks, const MaybeTensor& seed, double scale,
                                        std::optional<double> cap, bool causal, std::optional<int64_t> window,
-                                       double dropout) {
+                                       double dropout, bool gradients) {
   const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
   Tensor out = laid_out(q);
-  Tensor normaliser = at::empty({q.size(0), q.size(1), q.size(2), 2}, q.options().dtype(at::kFloat));
-  forward(call.problem, heads_of(out), normaliser.data_ptr<float>());
+  Tensor normaliser = at::empty({q.size(0), q.size(1), gradients ? q.size(2) : 0, 2}, q.options().dtype(at::kFloat));
+  if (gradients || !forward_few_rows(call.problem, heads_of(out)))
+    forward(call.problem, heads_of(out), gradients ? normaliser.data_ptr<float>() : nullptr);
   return {out, normaliser};
 }
 
-void run_backward(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges, const MaybeTensor& sinks,
-                  const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal,
-                  std::optional<int64_t> window, double dropout, const Tensor& grad, const Tensor& out,
-                  const Tensor& normaliser, Tensor dq, Tensor dk, Tensor dv, Tensor delta) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_backward(
+    const Tensor& grad, const Tensor& out, const Tensor& normaliser, const Tensor& q, const Tensor& k, const Tensor& v,
+    const MaybeTensor& ranges, const MaybeTensor& sinks, const MaybeTensor& seed, double scale, std::optional<double> cap,
+    bool causal, std::optional<int64_t> window, double dropout, bool, int64_t parts) {
   const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
-  check_gradients(q, k, grad, out, normaliser, dq, dk, dv, delta);
-  const Tensor dense_grad = dense(grad), dense_out = dense(out);
-  backward(call.problem, {heads_of(dense_grad), heads_of(dense_out), normaliser.const_data_ptr<float>(),
-                          dq.data_ptr<float>(), dq.size(0), heads_of(dk), heads_of(dv), delta.data_ptr<float>()});
+  check_gradients(q, grad, out, normaliser, parts);
+  const Tensor dense_grad = dense(grad), dense_out = dense(out), pairs = normaliser.contiguous();
+  const auto numbers = pairs.options();
+  Tensor dq = at::zeros({parts, q.size(0), q.size(1), q.size(2), q.size(3)}, numbers), dk = laid_out(k), dv = laid_out(v);
+  Tensor delta = at::empty({q.size(0), q.size(1), q.size(2)}, numbers);
+  backward(call.problem, {heads_of(dense_grad), heads_of(dense_out), pairs.const_data_ptr<float>(), dq.data_ptr<float>(),
+                          parts, heads_of(dk), heads_of(dv), delta.data_ptr<float>()});
+  return {(parts == 1 ? dq[0] : dq.sum(0)).to(q.scalar_type()), dk, dv, delta};
 }
 
 Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const MaybeTensor& ranges, const MaybeTensor& sinks,
@@ -90,19 +87,17 @@ Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const Mayb
   return results;
 }
 
-Tensor run_norm_rope(const Tensor& x, bool normed, bool centred, const MaybeTensor& gain, const MaybeTensor& bias,
-                     double eps, double sharpness, double length, const MaybeTensor& cos, const MaybeTensor& sin,
-                     bool interleaved) {
-  const NormRope by{{normed, centred, eps, sharpness, length}, gain, bias, cos, sin, interleaved};
+Tensor run_norm_rope(const Tensor& x, std::string_view kind, const MaybeTensor& gain, const MaybeTensor& bias, double eps,
+                     const MaybeTensor& knee, const MaybeTensor& cos, const MaybeTensor& sin, bool interleaved) {
+  const NormRope by{kind, gain, bias, eps, knee, cos, sin, interleaved};
   check_norm_rope(x, by);
   return norm_rope(dense(x), by);
 }
 
-HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred, const MaybeTensor& gain,
-                                     const MaybeTensor& bias, double eps, double sharpness, double length,
-                                     const MaybeTensor& cos, const MaybeTensor& sin, bool interleaved,
-                                     const Tensor& grad) {
-  const NormRope by{{normed, centred, eps, sharpness, length}, gain, bias, cos, sin, interleaved};
+HeadGradients run_norm_rope_backward(const Tensor& grad, const Tensor& x, std::string_view kind, const MaybeTensor& gain,
+                                     const MaybeTensor& bias, double eps, const MaybeTensor& knee, const MaybeTensor& cos,
+                                     const MaybeTensor& sin, bool interleaved) {
+  const NormRope by{kind, gain, bias, eps, knee, cos, sin, interleaved};
   check_norm_rope(x, by);
   check_tensor("grad", grad, x.scalar_type(), x.sizes());
   return norm_rope_backward(dense(grad), dense(x), by);
@@ -111,22 +106,19 @@ HeadGradients run_norm_rope_backward(const Tensor& x, bool normed, bool centred,
 #define HF_QKNORM_CALL                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? sinks, Tensor? seed, float scale, float? cap, " \
   "bool causal, int? window, float dropout"
-#define HF_QKNORM_HEADS                                                                                               \
-  "Tensor x, bool normed, bool centred, Tensor? gain, Tensor? bias, float eps, float sharpness, float length, Tensor? " \
-  "cos, Tensor? sin, bool interleaved"
+#define HF_QKNORM_HEADS                                                                                            \
+  "Tensor x, str kind, Tensor? gain, Tensor? bias, float eps, Tensor? knee, Tensor? cos, Tensor? sin, bool interleaved"
 
 TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   const auto add = [&](const char* schema, auto* run) {
     library.def(schema, torch::dispatch(c10::DispatchKey::CPU, run));
   };
-  add("attend(" HF_QKNORM_CALL ") -> Tensor", run_attend);
-  add("forward(" HF_QKNORM_CALL ") -> (Tensor, Tensor)", run_forward);
-  add("backward(" HF_QKNORM_CALL
-      ", Tensor grad, Tensor out, Tensor normaliser, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, Tensor(d!) delta) -> ()",
-      run_backward);
+  add("forward(" HF_QKNORM_CALL ", bool gradients) -> (Tensor, Tensor)", run_forward);
+  add("backward(Tensor grad, Tensor out, Tensor normaliser, " HF_QKNORM_CALL ", bool gradients, int parts) "
+      "-> (Tensor, Tensor, Tensor, Tensor)", run_backward);
   add("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor", run_measure);
   add("norm_rope(" HF_QKNORM_HEADS ") -> Tensor", run_norm_rope);
-  add("norm_rope_backward(" HF_QKNORM_HEADS ", Tensor grad) -> (Tensor, Tensor, Tensor)", run_norm_rope_backward);
+  add("norm_rope_backward(Tensor grad, " HF_QKNORM_HEADS ") -> (Tensor, Tensor, Tensor)", run_norm_rope_backward);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "product.h"
+#include "tiles.h"
 
 namespace hf_qknorm {
 
@@ -11,6 +11,14 @@ namespace hf_qknorm {
 struct Pairs {
   Pair *left, *right;
 };
+
+// Whether `multiply_heads` rounds both factors to the dtype of the heads, as the CPU multiplies bf16 numbers.
+template <class T>
+#if defined(__AVX512BF16__)
+constexpr bool ROUNDED = std::is_same_v<T, c10::BFloat16>;
+#else
+constexpr bool ROUNDED = false;
+#endif
 
 #if defined(__AVX512BF16__)
 // Two vectors of numbers, rounded to bf16, as a vector of pairs
@@ -50,18 +58,35 @@ inline ColumnsOf<Pair> pairs_of(const ByColumn& from, int64_t rows, int64_t inne
 }
 #endif
 
-// `multiply` of heads of dtype T: in bf16 both factors are rounded to it, if the CPU multiplies such numbers.
+// `multiply` of heads of dtype T
 template <class T, bool ADD, class A>
 inline void multiply_heads(int64_t rows, int64_t columns, int64_t inner, A a, const float* b, int64_t b_stride, float* c,
                            int64_t c_stride, const Pairs& pairs) {
 #if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+  if constexpr (ROUNDED<T>) {
     pair_rows(b, b_stride, inner, columns, pairs.right);
     const auto left = pairs_of(a, rows, inner, pairs.left);
     return multiply<ADD>(rows, columns, (inner + 1) / 2, left, pairs.right, columns, c, c_stride);
   }
 #endif
   multiply<ADD>(rows, columns, inner, a, b, b_stride, c, c_stride);
+}
+
+// Queries of a block as columns, for `score_heads`. `query_factor` times a rounded query would be rounded once more.
+template <class T>
+inline void load_queries(const Problem& problem, const Rows& rows, float* staged, float* to) {
+  load_columns<T>(problem, problem.q, rows, ROUNDED<T> ? 1.0 : problem.query_factor(), staged, to);
+}
+
+// The scores [count, BLOCK_ROWS] of a tile of keys: products with queries and `query_factor`.
+template <class T>
+inline void score_heads(const Problem& problem, const Rows& rows, int64_t count, const ByRow& keys, const float* queries,
+                        float* scores, const Pairs& pairs) {
+  multiply_heads<T, false>(count, rows.width, problem.head_dim, keys, queries, BLOCK_ROWS, scores, BLOCK_ROWS, pairs);
+  if constexpr (ROUNDED<T>)
+    for (float* row = scores; row < scores + count * BLOCK_ROWS; row += BLOCK_ROWS)
+      for (int64_t lane = 0; lane < rows.width; lane += LANES)
+        (Vec(static_cast<float>(problem.query_factor())) * Vec::loadu(row + lane)).store(row + lane);
 }
 
 }  // namespace hf_qknorm

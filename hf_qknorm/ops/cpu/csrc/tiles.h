@@ -79,7 +79,8 @@ void with_cap(const Problem& problem, const float* scores, int64_t stride, int64
   for (int64_t j = 0; j < count; ++j)
     for (int64_t lane = 0; lane < width; lane += LANES)
       largest = at::vec::clamp_min(largest, Vec::loadu(scores + j * stride + lane).abs());
-  if (largest_of(largest) <= SMALL) return run(std::integral_constant<Cap, Cap::small>());
+  const auto larger = [](const Vec& a, const Vec& b) { return at::vec::clamp_min(a, b); };
+  if (at::vec::vec_reduce_all<float>(larger, largest) <= SMALL) return run(std::integral_constant<Cap, Cap::small>());
   run(std::integral_constant<Cap, Cap::any>());
 }
 

@@ -36,14 +36,6 @@ struct Vecs {
   const Vec& operator[](int i) const { return part[i]; }
 };
 
-inline float largest_of(Vec x) {
-  float numbers[LANES];
-  x.store(numbers);
-  float largest = numbers[0];
-  for (float number : numbers) largest = number > largest ? number : largest;
-  return largest;
-}
-
 inline Vec load_wide(const float* x) { return Vec::loadu(x); }
 
 inline Vec load_wide(const c10::BFloat16* x) {
