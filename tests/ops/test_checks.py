@@ -100,11 +100,12 @@ def test_calls_that_the_cpp_kernels_do_not_take(wrong: dict[str, Any], message: 
 
 
 NORM_ROPE = [
+    ({"kind": "lp"}, "kind must be none, rms, layer or l2, got lp"),
     ({"eps": -1.0}, "eps must not be negative"),
     ({"eps": float("nan")}, "eps must not be negative"),
-    ({"sharpness": 0.5}, "sharpness must be at least 1"),
-    ({"length": 0.0}, "length must be above 0"),
+    ({"knee": torch.ones(2)}, "knee must be"),
     ({"gain": torch.ones(3)}, "gain must be"),
+    ({"bias": torch.ones(2, 16, 1)}, "bias must be"),
     ({"cos": torch.ones(1, 3, 4)}, "cos and sin must be given together"),
 ]
 
@@ -112,8 +113,7 @@ NORM_ROPE = [
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("changed", "message"), NORM_ROPE, ids=[message for _, message in NORM_ROPE])
 def test_the_cpp_norm_refuses_what_does_not_fit(changed: dict[str, object], message: str) -> None:
-    right = dict.fromkeys(FIELDS) | {"x": zeros(1, 2, 3, 16), "normed": True, "centred": False}
-    right |= {"eps": 1e-6, "sharpness": 1.0, "length": 1.0, "interleaved": False}
+    right = dict.fromkeys(FIELDS) | {"x": zeros(1, 2, 3, 16), "kind": "rms", "eps": 1e-6, "interleaved": False}
     build.overload("norm_rope")(*right.values())
     with pytest.raises(ValueError, match=message):
         build.overload("norm_rope")(*(right | changed).values())
