@@ -185,11 +185,6 @@ def _folder(checkpoint: Any, temporary: Path) -> Path:
             f"a {type(checkpoint).__name__} can't be pushed: pass a model patched by patch_model (with any adapter "
             "merged), or the folder of its checkpoint"
         )
-    if checkpoint.config.saves_as_base:
-        raise ValueError(
-            f"this model's scheme changes nothing, so that it saves as a plain {checkpoint.config.base_model_type}: "
-            "push it by its own method, model.push_to_hub, or patch it with another scheme"
-        )
     checkpoint.save_pretrained(temporary / "saved")
     return temporary / "saved"
 

@@ -27,7 +27,6 @@ from hf_qknorm.measure.measured_checkpoint import loaded_with_text
 from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
 from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import SCHEMES, Scheme
 
@@ -65,7 +64,7 @@ def inspect_model(
     batches = text.batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     check_batches(batches, model.config)
     names = model.name_or_path or type(model).__name__, model.config.model_type
-    unpatched = not isinstance(model, QKNormModel)
+    unpatched = not patched_layers(model)
     with _evaluating(model):
         with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
             found = _measure(model, names, batches, cap, compared=not unpatched)
@@ -106,7 +105,7 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
     `names` are the model's own and its type's. If not `compared`, the scheme changes nothing, and the model counts as
     unpatched.
     """
-    first, scheme = next(iter(patched_layers(model).values())), model.config.scheme
+    first = next(iter(patched_layers(model).values()))
     cap = cap or first.softcap or CAP
     base, own, _, layers = evaluate(model, batches, cap, compared=compared)
     for name, layer in layers.items():
@@ -123,10 +122,10 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
             name: replace(layer, bound=bounds[name], gain_q=gains[name][0], gain_k=gains[name][1])
             for name, layer in layers.items()
         },
-        scheme=scheme if compared else None,
+        scheme=first.scheme if compared else None,
         base=base if compared else own,
         patched=own if compared else None,
-        normed=first.has_own_norms or None not in (scheme.q, scheme.k),
+        normed=first.has_own_norms or None not in (first.scheme.q, first.scheme.k),
         latent=first.family.latent,
         own_cap=first.softcap,
     )

@@ -44,7 +44,7 @@ def drop_record(model: Any) -> None:
 def write_record(model: Any, folder: Path) -> None:
     """Write the model's record into `folder`, or remove the report of an earlier model there."""
     record = record_of(model)
-    if record is None or model.config.saves_as_base:
+    if record is None:
         (folder / REPORT).unlink(missing_ok=True)
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -63,21 +63,14 @@ def test_every_comparison_of_a_type_has_been_reviewed():
     assert not new, "add it to REVIEWED, and to COMPARED if a patched model of that type would be taken for another"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "scheme", "seen"),
-    [
-        ("llama", "none", "llama"),
-        ("llama", "qk_norm", "qknorm_llama"),
-        ("falcon_h1", "qk_norm", "falcon_h1"),
-    ],
-)
-def test_the_type_in_memory(model_type, scheme, seen, tmp_path):
-    model = patch_model(sharp_model(model_type), scheme)
+@pytest.mark.parametrize(("model_type", "seen"), [("llama", "qknorm_llama"), ("falcon_h1", "falcon_h1")])
+def test_the_type_in_memory(model_type, seen, tmp_path):
+    model = patch_model(sharp_model(model_type), "qk_norm")
     assert model.config.model_type == seen
     assert type(model.config).model_type == f"qknorm_{model_type}"
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())["model_type"]
-    assert stored == (model_type if scheme == "none" else f"qknorm_{model_type}")
+    assert stored == f"qknorm_{model_type}"
     assert AutoConfig.from_pretrained(tmp_path).model_type == seen
     assert unpatch_model(model).config.model_type == model_type
 
@@ -101,8 +94,7 @@ def test_awq_knows_derived_types():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
-@pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
-def test_adapters_reach_experts(scheme):
+def test_adapters_reach_experts():
     """By the names of modules from before transformers 5, which PEFT turns into parameters by the type."""
 
     def trained(model: Any) -> set[str]:
@@ -111,7 +103,7 @@ def test_adapters_reach_experts(scheme):
 
     plain = trained(sharp_model("mixtral"))
     assert any("experts" in name for name in plain)
-    assert trained(patch_model(sharp_model("mixtral"), scheme)) == plain
+    assert trained(patch_model(sharp_model("mixtral"), "qk_norm_cap")) == plain
 
 
 @pytest.mark.skipif(not hasattr(DeepseekV3Config, "get_mtp_config"), reason="this transformers has no such layers")
