@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm.attend import functions
 from hf_qknorm.families import Family, family_of
+from hf_qknorm.files.log import logger
 from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.config_checks import no_attention_error
@@ -28,8 +29,6 @@ from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
 from hf_qknorm.model.towers import check_saved_tower, pick_tower, towers_of, with_config
 from hf_qknorm.scheme import Scheme
-
-logger = logging.getLogger("hf_qknorm")
 
 
 @torch.inference_mode(False)  # else gains could never train

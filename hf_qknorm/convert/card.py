@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import logging
 import math
 import os
 import re
@@ -23,13 +22,13 @@ from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_repo_id
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT, TOKENIZER_FILES
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure.predictions import predictions_of
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.reports.report import MEASURED, Calibration
 
-logger = logging.getLogger("hf_qknorm")
 TAG: Final = "hf_qknorm"  # identifies a card that this package generated
 PLACEHOLDER: Final = "OWNER/NAME"
 INHERITED: Final = ("license", "license_name", "license_link", "language", "datasets", "base_model")

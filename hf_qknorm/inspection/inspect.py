@@ -15,6 +15,7 @@ from transformers.utils import ModelOutput
 from hf_qknorm.calibration.knees import KNEES, LIMIT, tried_knees
 from hf_qknorm.checkpoint import open_source
 from hf_qknorm.families import family_of
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.inspection.report import Inspection, KneeTrial, KneeTrials, scheme_name
@@ -169,7 +170,6 @@ def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) ->
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Eval mode for the duration, without warnings: trials patch the model and undo it, so no one can act on them."""
-    logger = logging.getLogger("hf_qknorm")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

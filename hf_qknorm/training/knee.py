@@ -15,13 +15,13 @@ from typing import Any, Final
 from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
+from hf_qknorm.files.log import logger
 from hf_qknorm.model.attention import every_norm
 from hf_qknorm.model.knees import NO_NORM, check_norms, knee_of, set_knee
 from hf_qknorm.ops.norms import shown_knee
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them
 ROUNDING: Final = 0.2  # of a knee in a norm's shape, at most
-logger = logging.getLogger(__name__)
 
 
 class KneeSchedule(TrainerCallback, ExportableState):
@@ -109,8 +109,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
             self._begin(0, self.value, state.max_steps)
         self.on_step_end(args, state, control, **kwargs)
         state.stateful_callbacks[name] = self.state()  # without an entry, saving raises KeyError
-        if state.is_world_process_zero:
-            self._log(event, state.max_steps)
+        self._log(event, state.max_steps)
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         assert self.start is not None

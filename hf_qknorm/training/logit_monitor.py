@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -10,16 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_qknorm.files.log import is_first_rank, logger
 from hf_qknorm.files.paths import user_path
-from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.reports.records import COLLAPSED, LayerStatistics
 from hf_qknorm.training.logit_log import LogitSample, append, log_file, nan_as_inf
 from hf_qknorm.training.logit_sampler import LogitSampler
 
 if TYPE_CHECKING:
     from transformers import Trainer  # slow to import
-
-logger = logging.getLogger(__name__)
 
 
 class LogitMonitor(TrainerCallback):
@@ -105,7 +102,7 @@ class LogitMonitor(TrainerCallback):
         self.close()
         if args.n_gpu > 1:
             raise ValueError(f"LogitMonitor does not support nn.DataParallel ({args.n_gpu} GPUs): start with torchrun")
-        if self._trainer is None and args.report_to and is_first_rank():
+        if self._trainer is None and args.report_to:
             logger.warning(f"{args.report_to} get no numbers from LogitMonitor: use LogitMonitor(...).attach(trainer)")
         self._open(resumed=state.global_step > 0)
 

@@ -16,7 +16,6 @@ times the ratio of |W_D·x|/(|x|·|q|·|k|) to its initial value.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,8 +25,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.measure.head_weights import (
     Sizes,
     attention_head_weights,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
 
 RATE = "quack_rate_"  # before a part's name, in the state of its weight: its initial rates
 ByPart = dict[str, Tensor]  # part name → `[heads]`
-
-logger = logging.getLogger(__name__)
 
 
 def _delegated(name: str) -> Any:
@@ -232,7 +229,7 @@ def _warn_of_norms(model: nn.Module) -> None:
     """Log a warning for a model that norms its queries or keys, itself or by a scheme."""
     normed = {name: normed_sides(layer, family) for name, layer, family in attention_layers(model)}
     found = [name for name, sides in normed.items() if sides]
-    if found and is_first_rank():
+    if found:
         sides = " and ".join({"q": "queries", "k": "keys"}[side] for side in normed[found[0]])
         logger.warning(
             f"QuacK on a model that norms its {sides} ({found[0]}, {len(found)} of {len(normed)} layers): QuacK's "

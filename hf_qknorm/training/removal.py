@@ -9,7 +9,6 @@ Source: TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which removes the n
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -19,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_qknorm.calibration.knees import restored_attention
+from hf_qknorm.files.log import logger
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens
-from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.measure.predictions import loss_of
 from hf_qknorm.measure.text import batches_for
 from hf_qknorm.model.attention import patched_layers
@@ -29,8 +28,6 @@ from hf_qknorm.model.knees import set_knee
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.training.constant_norms import check_norms, constant_norms, without_norms
-
-logger = logging.getLogger(__name__)
 
 
 def remove_norms(
@@ -88,8 +85,7 @@ def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
             f"without its norms the model's loss goes {change}, more than max_loss_increase={limit:g}. Train on with "
             "KneeSchedule(target=math.inf), or keep the norms"
         )
-    if is_first_rank():
-        logger.warning(f"norms removed: the loss goes {change}")
+    logger.warning(f"norms removed: the loss goes {change}")
 
 
 def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
@@ -107,7 +103,7 @@ def _fold_norms(model: PreTrainedModel) -> PreTrainedModel:
         unpatch_model(model)
         if not rest.changes_nothing:
             patch_model(model, rest, attn_implementation=backend)
-    if not rest.changes_nothing and is_first_rank():
+    if not rest.changes_nothing:
         logger.warning(f"the cap of {rest.softcap:g} stays, with the model patched: unpatch_model(model) takes it off")
     return model
 
