@@ -9,7 +9,7 @@ import copy
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,10 +57,8 @@ class Source:
     folder: Path
     config: Any
     model_class: Any
-
-    @property
-    def is_quantised(self) -> bool:
-        return getattr(self.config, "quantization_config", None) is not None
+    is_quantised: bool
+    ignored: Sequence[str]  # stored tensors that the class does not load
 
 
 def open_source(name: str | Path) -> Source:
@@ -79,9 +77,13 @@ def open_source(name: str | Path) -> Source:
             GenerationConfig.from_pretrained(folder)
         except Exception as error:  # of various types, which name no file
             raise ValueError(f"{folder / GENERATION} can't be read ({describe_error(error)})") from error
-    source = Source(str(name), folder, config, model_class_of(config, folder))
-    shapes = _stored(folder, plain=not source.is_quantised)
-    if not source.is_quantised:  # else the quantiser decides on the tensors
+    model_class = model_class_of(config, folder)
+    quantised = getattr(config, "quantization_config", None) is not None
+    shapes = _stored(folder, plain=not quantised)
+    unread = model_class._keys_to_ignore_on_load_unexpected or ()
+    ignored = [name for name in shapes if any(re.search(pattern, name) for pattern in unread)]
+    source = Source(str(name), folder, config, model_class, quantised, ignored)
+    if not quantised:  # else the quantiser decides on the tensors
         options = {"config": copy.deepcopy(config), "state_dict": shapes, "device_map": "meta"}
         _load(source, source.model_class, None, ignore_mismatched_sizes=True, **options)
     return source

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Glm4MoeForCausalLM
 
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, checkpoint, convert_checkpoint, patch_model
 from hf_qknorm.model.placement import is_offloaded
@@ -211,3 +211,12 @@ def test_old_buffers_are_ignored(tmp_path):
     edit(source, lambda t: t.update({"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.bool)}))
     convert_checkpoint(source, tmp_path / "out", "qk_norm")
     assert "transformer.h.0.attn.bias" not in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_layers_that_transformers_does_not_load_are_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Glm4MoeForCausalLM, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])
+    source = save(sharp_model("glm4_moe"), tmp_path / "source")
+    edit(source, lambda t: t.update({"model.layers.2.eh_proj.weight": torch.ones(64, 128)}))
+    convert_checkpoint(source, tmp_path / "out", "soft_cap")
+    named = "1 tensors are left out, first model.layers.2.eh_proj.weight: layers of multi-token prediction"
+    assert [named in message for message in caplog.messages].count(True) == 1
