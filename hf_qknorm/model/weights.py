@@ -13,13 +13,13 @@ COPIED = ("_hp_mapping", "ds_id")  # DeepSpeed's attributes of parameters: ZeRO-
 def check_not_copied(model: nn.Module, change: str) -> None:
     """Raise ValueError, with what makes the `change`, for a model whose weights DeepSpeed's optimiser copies.
 
-    It steps its copies and writes them over the model's weights.
+    It steps its copies and writes them over the model's weights. It does not know weights that are added.
     """
     for name, parameter in model.named_parameters():
         if any(hasattr(parameter, attribute) for attribute in COPIED):
             raise ValueError(
-                f"{change} changes weights in place, and DeepSpeed has copies of them ({name}), which its next step "
-                "writes over the change: do it before DeepSpeed takes the model, or save the model and load the "
+                f"{change} changes weights, and DeepSpeed has copies of them ({name}): its next step overwrites the "
+                "change, or leaves it out. Do it before DeepSpeed takes the model, or save the model and load the "
                 "checkpoint in a process without DeepSpeed; train with DDP or FSDP2 where the change is made in every "
                 "step"
             )

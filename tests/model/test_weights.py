@@ -71,10 +71,10 @@ def test_shared_weights_are_refused_by_name(tool, tie, names):
 
 
 @pytest.mark.parametrize("attribute", ["_hp_mapping", "ds_id"])
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", ["QKClip", "folding the norms", "patch_model"])
 def test_weights_that_deepspeed_copies_are_refused(tool, attribute):
     """ZeRO-1 and 2 set the first attribute, on every parameter, and ZeRO-3 the second."""
-    prepare, change = TOOLS[tool]
+    prepare, change = TOOLS.get(tool, (lambda model: model, patch_model))
     model = prepare(sharp_model("llama"))
     for parameter in model.parameters():
         setattr(parameter, attribute, None)
@@ -97,7 +97,7 @@ def test_a_clip_that_was_made_before_deepspeed_is_refused_in_a_step():
     model(**make_batch("plain"))
     for parameter in model.parameters():
         parameter._hp_mapping = None
-    with pytest.raises(ValueError, match="QKClip changes weights in place, and DeepSpeed has copies"):
+    with pytest.raises(ValueError, match="QKClip changes weights, and DeepSpeed has copies"):
         clip.step()
 
 
