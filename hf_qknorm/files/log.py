@@ -15,7 +15,7 @@ def is_first_rank() -> bool:
     distributed = sys.modules.get("torch.distributed")  # the command's help needs no torch
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return bool(distributed.get_rank() == 0)
-    return os.environ.get("RANK", "0") == "0"
+    return os.environ.get("RANK") in (None, "", "0")
 
 
 logger.addFilter(lambda record: is_first_rank())

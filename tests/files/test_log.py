@@ -13,7 +13,7 @@ from qknorm_tests.tables import sharp_model
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_first_rank_alone_logs(rank, begun, caplog, monkeypatch):
-    monkeypatch.setenv("RANK", str(1 - rank if begun else rank))
+    monkeypatch.setenv("RANK", str(1 - rank if begun else rank or ""))  # empty is unset
     caplog.set_level("INFO", "hf_qknorm")
     if begun:
         dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())

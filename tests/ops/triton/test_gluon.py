@@ -64,8 +64,9 @@ def test_the_calls_that_it_serves(
     problem = plain_problem(Case(**{**vars(TAKEN), **changes}), dtype)
     assert serves(problem) == taken
     assert not serves(problem, statistics=True)
-    monkeypatch.setenv(gluon.SWITCH, "0")
-    assert not serves(problem)
+    for value, on in (("0", False), ("", True)):  # empty is unset
+        monkeypatch.setenv(gluon.SWITCH, value)
+        assert serves(problem) == (taken and on)
 
 
 def test_other_gpus_and_the_interpreter_take_the_plain_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
