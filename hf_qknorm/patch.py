@@ -179,7 +179,9 @@ def _name_unpatched(model: PreTrainedModel, marked: bool) -> None:
 
 
 def _remove_scheme(model: PreTrainedModel) -> None:
-    backend = vars(model).pop("qk_norm_base_backend", model.config._attn_implementation)  # a loaded model has its own
+    backend = vars(model).pop("qk_norm_base_backend", None)
+    if backend is None and model.config._attn_implementation not in functions.OWN_BACKENDS:  # of a loaded model
+        backend = model.config._attn_implementation
     drop_record(model)
     unplan_norms(model)
     uninstall(model)
@@ -189,9 +191,7 @@ def _remove_scheme(model: PreTrainedModel) -> None:
     for owner in config_owners(model):
         if isinstance(owner.config, QKNormConfig):
             set_config(owner, owner.config.base())
-    model.set_attn_implementation(
-        model.get_correct_attn_implementation(None) if backend in functions.OWN_BACKENDS else backend
-    )
+    model.set_attn_implementation(backend or model.get_correct_attn_implementation(None))
 
 
 def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:

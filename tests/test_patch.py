@@ -136,3 +136,10 @@ def test_a_reloaded_model_is_unpatched_where_that_is_possible(preset, tmp_path):
     assert reloaded.config.architectures == ["LlamaForCausalLM"]
     assert reloaded.config._attn_implementation == "sdpa"
     assert torch.equal(reloaded(**make_batch("left")).logits, expected)
+
+
+@pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
+def test_an_unpatched_model_keeps_a_backend_of_the_package(scheme):
+    model = sharp_model("llama")
+    model.set_attn_implementation("hf_qknorm_tiled")
+    assert unpatch_model(patch_model(model, scheme)).config._attn_implementation == "hf_qknorm_tiled"
