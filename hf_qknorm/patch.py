@@ -28,7 +28,7 @@ from hf_qknorm.model.record import drop_record
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
 from hf_qknorm.model.towers import check_saved_tower, pick_tower, towers_of, with_config
-from hf_qknorm.model.weights import check_not_copied
+from hf_qknorm.model.weights import OPTIMISED, check_not_copied
 from hf_qknorm.scheme import Scheme
 
 
@@ -226,7 +226,7 @@ def _require_bare(model: Any) -> None:
         )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}")
-    check_not_copied(model, "patch_model")
+    check_not_copied(model, "patch_model", OPTIMISED)
     layers = patched_layers(model)
     if _is_patched(model):
         scheme = next(iter(layers.values())).scheme

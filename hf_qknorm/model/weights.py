@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-COPIED = ("_hp_mapping", "ds_id")  # DeepSpeed's attributes of parameters: ZeRO-1 and 2, ZeRO-3
+# DeepSpeed's attributes, for ZeRO-1 and 2 and for ZeRO-3: of parameters in its optimiser, and of parameters that it
+# copies or divides. ZeRO-3 divides a model while it is loaded.
+OPTIMISED: Final = ("_hp_mapping", "_z3_optimizer")
+COPIED: Final = ("_hp_mapping", "ds_id")
 
 
-def check_not_copied(model: nn.Module, change: str) -> None:
+def check_not_copied(model: nn.Module, change: str, attributes: Sequence[str] = COPIED) -> None:
     """Raise ValueError, with what makes the `change`, for a model whose weights DeepSpeed's optimiser copies.
 
     It steps its copies and writes them over the model's weights. It does not know weights that are added.
     """
     for name, parameter in model.named_parameters():
-        if any(hasattr(parameter, attribute) for attribute in COPIED):
+        if any(hasattr(parameter, attribute) for attribute in attributes):
             raise ValueError(
                 f"{change} changes weights, and DeepSpeed has copies of them ({name}): its next step overwrites the "
                 "change, or leaves it out. Do it before DeepSpeed takes the model, or save the model and load the "
