@@ -25,6 +25,7 @@ from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_fixed
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.paths import check_folder, check_writable, user_path
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.measure.batches import check_batches
@@ -72,7 +73,7 @@ def run_demo(
     check = partial(check_folder, folder / MODEL, overwrite=True, sources=[checkpoint, data])
     check()
     check_text(data)
-    logging.getLogger("hf_qknorm").setLevel(logging.ERROR)  # the tables have the same numbers
+    logger.setLevel(logging.ERROR)  # the tables have the same numbers
     threads, more = torch.get_num_threads(), STEPS if steps is None and checkpoint is None else steps or 0
     torch.set_num_threads(1 if checkpoint is None else threads)
     torch.manual_seed(0)

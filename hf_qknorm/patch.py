@@ -13,11 +13,12 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm.attend import functions
 from hf_qknorm.families import Family, family_of
+from hf_qknorm.files.log import logger
 from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_config
-from hf_qknorm.model.configs import check_names, derived_architectures
+from hf_qknorm.model.configs import QKNormConfig, check_names, derived_architectures
 from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class, use_derived_classes
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
 from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory, unmark
@@ -27,9 +28,8 @@ from hf_qknorm.model.record import drop_record
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.model.tensor_parallel import plan_norms, unplan_norms
 from hf_qknorm.model.towers import check_saved_tower, pick_tower, towers_of, with_config
+from hf_qknorm.model.weights import OPTIMISED, check_not_copied
 from hf_qknorm.scheme import Scheme
-
-logger = logging.getLogger("hf_qknorm")
 
 
 @torch.inference_mode(False)  # else gains could never train
@@ -43,8 +43,7 @@ def patch_model(
     """Put a scheme on every attention layer of `model`, in place, and return the model.
 
     `scheme` is a preset's name, a `Scheme`, or its JSON form. The model's class and its config's class become derived
-    ones, which train, save and load as any transformers model does. With the scheme "none" the model saves as its
-    base type.
+    ones, which train, save and load as any transformers model does. With the scheme "none" both stay as they are.
 
     New gains are 1: a pretrained model loses part of what it knew until `calibrate` fits them. With `pre_norm=False`
     the norm before attention is folded into the projections, which can't be undone.
@@ -80,15 +79,14 @@ def patch_model(
         check_foldable(model, family)
     backend = _backend(model, family, scheme, attn_implementation)
     base_backend = model.config._attn_implementation
-    configs = [(owner, patched_config(owner.config, scheme)) for owner in config_owners(model)]
-    for _, config in configs if scheme.changes_nothing else ():
-        config.saves_as_base = True
-        config.name_type()
+    owners = [] if scheme.changes_nothing else config_owners(model)
+    configs = [(owner, patched_config(owner.config, scheme)) for owner in owners]
     with undone_on_error(model) as keep:
         share_config(model)
         for owner, config in configs:
             set_config(owner, config)
-        use_derived_classes(model)
+        if configs:
+            use_derived_classes(model)
         install(model, family, scheme)
         plan_norms(model)
         model.qk_norm_base_backend = base_backend
@@ -121,14 +119,14 @@ def _patch_tower(
     """Patch the tower at `path` of a multimodal model, whose config holds the tower's config under `key`."""
     tower: Any = model.get_submodule(path)
     _require_bare(tower)
-    family = family_of(tower.config)
-    if not scheme.changes_nothing:
-        check_saved_tower(model, path, key, patched_config(tower.config, scheme), family)
+    if scheme.changes_nothing:
+        patch_model(tower, scheme, attn_implementation=attn_implementation)
+        return model
+    check_saved_tower(model, path, key, patched_config(tower.config, scheme), family_of(tower.config))
     with undone_on_error(model):
         patch_model(tower, scheme, attn_implementation=attn_implementation)
         set_config(model, with_config(model.config, key, tower.config))
-        if not scheme.changes_nothing:
-            mark_in_memory(model)
+        mark_in_memory(model)
     return model
 
 
@@ -146,22 +144,22 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     'LlamaForCausalLM'
     """
     towers = towers_of(model) if isinstance(model, PreTrainedModel) else {}  # a wrapper is refused below
-    patched = {path: key for path, key in towers.items() if isinstance(model.get_submodule(path), QKNormModel)}
-    if patched:
+    if patched := {path: key for path, key in towers.items() if _is_patched(model.get_submodule(path))}:
         with undone_on_error(model):
             for path, key in patched.items():
                 tower: Any = unpatch_model(model.get_submodule(path))
                 set_config(model, with_config(model.config, key, tower.config))
                 _name_unpatched(model, marked=isinstance(tower.config.name_or_path, InMemoryName))
         return model
-    if not isinstance(model, QKNormModel):
-        inner = ": unpatch the model inside, once adapters are merged" if patched_layers(model) else ""
-        raise ValueError(f"{type(model).__name__} is not patched{inner or ': there is no scheme to remove'}")
+    layers = patched_layers(model).values()
+    if not _is_patched(model):
+        inner = "unpatch the model inside, once adapters are merged" if layers else "there is no scheme to remove"
+        raise ValueError(f"{type(model).__name__} is not patched: {inner}")
     if "FSDP" in type(model).__name__:  # FSDP2's class would be lost
         raise ValueError(
             f"this model is sharded by FSDP2 ({type(model).__name__}): unpatch a model before it is sharded"
         )
-    if not model.config.scheme.pre_norm:
+    if not all(layer.scheme.pre_norm for layer in layers):
         raise ValueError(
             "the scheme folded the norm before attention into the projections (pre_norm=False), which can't be undone: "
             "training changes both together. Load the original checkpoint instead"
@@ -181,7 +179,9 @@ def _name_unpatched(model: PreTrainedModel, marked: bool) -> None:
 
 
 def _remove_scheme(model: PreTrainedModel) -> None:
-    backend = vars(model).pop("qk_norm_base_backend", model.config._attn_implementation)  # a loaded model has its own
+    backend = vars(model).pop("qk_norm_base_backend", None)
+    if backend is None and model.config._attn_implementation not in functions.OWN_BACKENDS:  # of a loaded model
+        backend = model.config._attn_implementation
     drop_record(model)
     unplan_norms(model)
     uninstall(model)
@@ -189,10 +189,9 @@ def _remove_scheme(model: PreTrainedModel) -> None:
         if isinstance(module, QKNormModel):
             set_model_class(module, module.base_class)
     for owner in config_owners(model):
-        set_config(owner, owner.config.base())
-    model.set_attn_implementation(
-        model.get_correct_attn_implementation(None) if backend in functions.OWN_BACKENDS else backend
-    )
+        if isinstance(owner.config, QKNormConfig):
+            set_config(owner, owner.config.base())
+    model.set_attn_implementation(backend or model.get_correct_attn_implementation(None))
 
 
 def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:
@@ -209,6 +208,11 @@ def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig
     return patched
 
 
+def _is_patched(model: nn.Module) -> bool:
+    """Whether `patch_model` patched the model, or the model was loaded from a patched checkpoint."""
+    return isinstance(model, QKNormModel) or "qk_norm_base_backend" in vars(model)
+
+
 def _require_bare(model: Any) -> None:
     """Refuse wrapped, altered and patched models. The messages say in which order to take the steps."""
     if type(model).__module__.partition(".")[0] == "peft":
@@ -222,11 +226,12 @@ def _require_bare(model: Any) -> None:
         )
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"patch_model takes a transformers PreTrainedModel, got {type(model).__name__}")
-    if isinstance(model, QKNormModel):
-        raise ValueError(
-            f"this model is patched already ({model.config.scheme}): call unpatch_model before you patch it again"
-        )
-    if patched_layers(model) and not any(isinstance(module, QKNormModel) for module in model.modules()):
+    check_not_copied(model, "patch_model", OPTIMISED)
+    layers = patched_layers(model)
+    if _is_patched(model):
+        scheme = next(iter(layers.values())).scheme
+        raise ValueError(f"this model is patched already ({scheme}): call unpatch_model before you patch it again")
+    if layers and not any(map(_is_patched, model.modules())):
         raise ValueError(
             "the attention layers of this model are watched, as after an exception in a step that a LogitMonitor "
             "samples: call its close() before you patch the model"
@@ -267,8 +272,8 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
     added = sum(p.numel() for module in norms for p in module.parameters())
     removed = sum(p.numel() for layer in layers.values() for norm in layer.removed_norm for p in norm.parameters())
     parameters = f"{added:,} parameters added" + (f" and {removed:,} removed" if removed else "")
-    family = next(iter(layers.values())).family
-    own_cap = (model.config.qk_norm_base or {}).get("attn_logit_softcapping") if family.own_cap else None
+    first = next(iter(layers.values()))
+    own_cap = first.attn_logit_softcapping if first.family.own_cap else None
     note = ""
     if own_cap is not None:
         note = f"; its own cap of {own_cap:g} " + ("stays" if scheme.softcap is None else f"becomes {scheme.softcap:g}")

@@ -185,8 +185,8 @@ def test_print_shows_the_norms_the_scale_and_the_cap():
 
 
 def of_package(caplog):
-    """The records of patching; the attention function's own logger describes its first call."""
-    return [record for record in caplog.records if record.name == "hf_qknorm"]
+    """The records of patching, without those of the attention function's first call."""
+    return [record for record in caplog.records if record.message.startswith("patched")]
 
 
 def test_fresh_gains_on_a_trained_model_are_logged_as_a_warning(caplog, tmp_path):
@@ -221,3 +221,10 @@ def test_a_reloaded_model_is_unpatched_where_that_is_possible(preset, tmp_path):
     assert reloaded.config.architectures == ["LlamaForCausalLM"]
     assert reloaded.config._attn_implementation == "sdpa"
     assert torch.equal(reloaded(**make_batch("left")).logits, expected)
+
+
+@pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
+def test_an_unpatched_model_keeps_a_backend_of_the_package(scheme):
+    model = sharp_model("llama")
+    model.set_attn_implementation("hf_qknorm_tiled")
+    assert unpatch_model(patch_model(model, scheme)).config._attn_implementation == "hf_qknorm_tiled"

@@ -12,13 +12,13 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_qknorm.files.log import logger
 from hf_qknorm.ops import library
 from hf_qknorm.ops.checks import why_not_ranges
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.types import Call
 
-logger = logging.getLogger(__name__)
 _logged: set[str] = set()
 
 

@@ -8,7 +8,6 @@ functions are read key by key.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from functools import cache, reduce
 from operator import and_
@@ -20,8 +19,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 from hf_qknorm.attend.spans import Spans
-
-logger = logging.getLogger(__name__)
+from hf_qknorm.files.log import logger
 
 MaskFunction = Callable[[Any, Any, Any, Any], Tensor]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from hf_qknorm.calibration.gains import ClosedFormGains, named_norms, rescale_fo
 from hf_qknorm.calibration.knees import KNEES, search_knee, undone_calibration
 from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.hub_names import hub_name
+from hf_qknorm.files.log import logger
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
 from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
@@ -34,8 +34,6 @@ from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import set_record
 from hf_qknorm.reports.records import LayerReport, Prediction
 from hf_qknorm.reports.report import Calibration
-
-logger = logging.getLogger(__name__)
 
 MAX_TOKENS = 262_144
 FOLD_BATCHES = 16  # enough for the mean σ that folded projections are scaled to

@@ -63,7 +63,7 @@ def scheme_of(model: Any) -> Scheme:
                 f"of {type(model).__name__} only a tower is patched, {towers[0]}: calibrate the tower, as "
                 f"calibrate(model.{towers[0]}, data)"
             )
-        raise ValueError(f"{type(model).__name__} is not patched: call patch_model(model, scheme) first")
+        raise ValueError(f"{type(model).__name__} is not patched with a scheme: call patch_model(model, scheme) first")
     return model.config.scheme
 
 

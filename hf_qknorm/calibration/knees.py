@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -13,14 +12,13 @@ from typing import Any, Final
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.gains import ClosedFormGains
+from hf_qknorm.files.log import logger
 from hf_qknorm.measure.batches import Batches
 from hf_qknorm.measure.predictions import output_error, predictions
 from hf_qknorm.model.attention import evaluating, every_norm, patched_layers
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.reports.records import Prediction
-
-logger = logging.getLogger(__name__)
 
 KNEES: Final = (0.0, *(2.0 ** (i / 2) for i in range(-2, 11)))  # 0.5 to 32: a norm's shape holds powers of √2 exactly
 SHARPNESS: Final = 8  # of the norms that a search sets

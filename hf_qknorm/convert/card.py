@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.hub_names import check_repo_id, is_repo_id
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.measure.predictions import predictions_of
@@ -27,7 +27,6 @@ from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.reports.report import Calibration
 
-logger = logging.getLogger("hf_qknorm")
 TAG: Final = "hf_qknorm"  # identifies a card that this package generated
 PLACEHOLDER: Final = "OWNER/NAME"
 INHERITED: Final = ("license", "license_name", "license_link", "language", "datasets", "base_model")

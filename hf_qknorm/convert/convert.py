@@ -26,6 +26,7 @@ from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_bytes
 from hf_qknorm.files.hub_names import hub_name
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CONFIG, other_files
 from hf_qknorm.files.paths import check_folder, check_space, user_path
 from hf_qknorm.measure.batches import Batches, check_batches
@@ -165,6 +166,12 @@ def _patch_on_meta(source: Source, scheme: Scheme, standalone: bool, exportable:
         check_standalone(config.model_type, scheme)
     if exportable:
         counterpart(_patched_part(model).config)  # raises without one
+    if source.ignored and getattr(config.get_text_config(), "num_mtp_layers", None):
+        logger.warning(
+            "%d tensors are left out, first %s: layers of multi-token prediction, which transformers does not load. "
+            "generate(use_mtp=True) needs the original checkpoint",
+            *(len(source.ignored), source.ignored[0]),
+        )
 
 
 def _patched_part(model: Any) -> Any:

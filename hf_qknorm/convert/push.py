@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -21,13 +20,13 @@ from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.hub_names import check_repo_id
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, WEIGHTS, model_files
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.standalone.generate import add_standalone
 
-logger = logging.getLogger("hf_qknorm")
 REPLACED: Final = re.compile(rf"{WEIGHTS.pattern}|qk_norm_.*")  # of an earlier push
 SCHEME: Final = re.compile(r"In hf_qknorm the scheme is `(Scheme\(.*\))`")  # in a card
 SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads")  # with the model type, they identify a model

@@ -28,8 +28,8 @@ PARTS: Final = {
     "musicgen_melody_decoder": "musicgen_melody",
 }
 
-# Types that transformers or PEFT compare a model's type with, and not only look up in a table.
-COMPARED: Final = ("falcon_h1", "nemotron_h", "whisper")
+# Types that transformers, PEFT or TRL compare a model's type with, and not only look up in a table.
+COMPARED: Final = ("falcon_h1", "hyperclovax", "nemotron_h", "whisper")
 
 
 def classes_of(model_type: str) -> dict[str, tuple[str, ...]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 from collections.abc import Callable
 from functools import partial, wraps
@@ -14,8 +13,7 @@ from torch import nn
 
 from hf_qknorm.families import known_types
 from hf_qknorm.families.class_names import TYPE_PREFIX
-
-logger = logging.getLogger("hf_qknorm")
+from hf_qknorm.files.log import logger
 
 
 def add_kernels(monkey_patch: Any) -> None:

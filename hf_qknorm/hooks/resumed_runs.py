@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CONFIG
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.scheme import Scheme
-
-logger = logging.getLogger(__name__)
 
 
 def check_resumed(
@@ -42,8 +40,7 @@ def _check_scheme(trainer: Any, checkpoint: Path) -> None:
     named, found = ("; ".join(sorted(map(str, schemes))) or "no scheme" for schemes in (stored, own))
     text = f"{checkpoint} was trained with {named}, and the model that resumes from it has {found}"
     if own and {replace(x, softcap=None) for x in own} == {replace(x, softcap=None) for x in stored}:
-        if trainer.is_world_process_zero():
-            logger.warning(f"{text}: the run goes on with another cap")
+        logger.warning(f"{text}: the run goes on with another cap")
         return
     raise ValueError(
         f"{text}: patch the model as the checkpoint was, or give the model that AutoModelForCausalLM.from_pretrained "

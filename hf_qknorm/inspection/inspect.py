@@ -17,6 +17,7 @@ from transformers.utils import ModelOutput
 from hf_qknorm.calibration.knees import KNEES, LIMIT, cost, tried_knees
 from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source
 from hf_qknorm.families import family_of
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
 from hf_qknorm.inspection.report import Inspection, scheme_name
@@ -28,7 +29,6 @@ from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
 from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.placement import placement
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.reports.records import Prediction
@@ -69,7 +69,7 @@ def inspect_model(
     batches = text.batches_for(model, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     check_batches(batches, model.config)
     names = model.name_or_path or type(model).__name__, model.config.model_type
-    unpatched = not isinstance(model, QKNormModel)
+    unpatched = not patched_layers(model)
     with _evaluating(model):
         with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
             found = _measure(model, names, batches, cap, compared=not unpatched)
@@ -117,7 +117,7 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
     `names` are the model's own and its type's. If not `compared`, the scheme changes nothing, and the model counts as
     unpatched.
     """
-    first, scheme = next(iter(patched_layers(model).values())), model.config.scheme
+    first = next(iter(patched_layers(model).values()))
     cap = cap or first.softcap or CAP
     base, own, _, layers = evaluate(model, batches, cap, compared=compared)
     for name, layer in layers.items():
@@ -130,10 +130,10 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
         context=text.context_length(model.config),
         cap=cap,
         layers=layers,
-        scheme=scheme if compared else None,
+        scheme=first.scheme if compared else None,
         base=base if compared else own,
         patched=own if compared else None,
-        normed=first.has_own_norms or None not in (scheme.q, scheme.k),
+        normed=first.has_own_norms or None not in (first.scheme.q, first.scheme.k),
         latent=first.family.latent,
         own_cap=first.softcap,
     )
@@ -184,7 +184,6 @@ def _as_of_all(whole: Prediction, base: Prediction, own: Prediction, bound: floa
 @contextmanager
 def _evaluating(model: PreTrainedModel) -> Iterator[None]:
     """Eval mode for the duration, without warnings: trials patch the model and undo it, so no one can act on them."""
-    logger = logging.getLogger("hf_qknorm")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

@@ -1,4 +1,4 @@
-"""Models of several processes: shards put together, this process's rank, and models that one process must measure."""
+"""Models of several processes: shards put together, and models that one process must measure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,6 @@ from hf_qknorm.model.weights import check_not_copied
 def world_size() -> int:
     """The number of processes; 1 without torch.distributed."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def is_first_rank() -> bool:
-    """Whether this process is the one that writes and warns."""
-    return world_size() == 1 or dist.get_rank() == 0
 
 
 def full_tensor(parameter: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ class QKNormConfig(_Config):
     `qk_norm` is given as a `Scheme`, a preset's name or JSON, and stored as JSON with "auto" resolved. A config.json
     must hold all of a scheme's fields. Servers read the cap from `attn_logit_softcapping`.
     `qk_norm_base` is the cap that the scheme replaced in a family with a cap of its own, for `unpatch_model`.
-    `saves_as_base` is True for a model patched with a scheme that changes nothing: it is saved as its base type.
     Raises ValueError if a setting is malformed, contradicts another, or the family can't have the scheme.
     """
 
@@ -39,7 +38,6 @@ class QKNormConfig(_Config):
     qk_norm_base: Any
     attn_logit_softcapping: float | None
     base_model_type: ClassVar[str]
-    saves_as_base = False
 
     def __post_init__(self, **kwargs: Any) -> None:
         stored_type = kwargs.pop("model_type", None)  # present only among settings from a config.json
@@ -86,24 +84,16 @@ class QKNormConfig(_Config):
             )
         self.qk_norm = scheme.to_dict()
         self.attn_logit_softcapping = cap
-        if not scheme.changes_nothing:
-            self.__dict__.pop("saves_as_base", None)
-        self.name_type()
-
-    def name_type(self) -> None:
-        """Set the type that other libraries read in memory; config.json has the derived one.
-
-        It is the base's where the model's own forward computes attention, and where libraries compare types.
-        """
-        self.__dict__.pop("model_type", None)
-        if self.saves_as_base or self.base_model_type in COMPARED or self.base_model_type not in FAMILIES:
+        # In memory other libraries read the base's type where the model's own forward computes attention, and where
+        # they compare types; config.json has the derived one.
+        if self.base_model_type in COMPARED or self.base_model_type not in FAMILIES:
             self.__dict__["model_type"] = self.base_model_type
 
     def base(self) -> _Config:
         """Return a copy as the family's own config, without the scheme."""
         base: Any = copy.deepcopy(self)
         base.__class__ = type(self).__mro__[2]  # the derived class, the mixin, the family's own class
-        for name in ("model_type", "auto_map", "saves_as_base", *OWN_SETTINGS):
+        for name in ("model_type", "auto_map", *OWN_SETTINGS):
             vars(base).pop(name, None)
         vars(base).update(self.qk_norm_base or {})  # a family's own cap
         if base.architectures is not None:
@@ -133,11 +123,11 @@ class QKNormConfig(_Config):
 
     def to_dict(self) -> dict[str, Any]:
         """Return transformers' dict and the settings that make unpatched classes refuse the checkpoint."""
-        return self.base().to_dict() if self.saves_as_base else super().to_dict() | NOTICES
+        return super().to_dict() | NOTICES
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save as transformers does, with the stand-alone code if the config has an `auto_map`."""
-        if self.auto_map and not self.saves_as_base:
+        if self.auto_map:
             write_standalone_code(self, Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 

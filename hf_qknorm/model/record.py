@@ -6,7 +6,6 @@ The numbers are those of the measurement at the conversion. Training does not ch
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -15,14 +14,13 @@ from torch import Tensor, nn
 from transformers.utils import cached_file
 
 from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.files.untrusted import check_finite
 from hf_qknorm.reports.report import Calibration
 
 ATTRIBUTE: Final = "qk_norm_record"  # of a patched model
 HUB_OPTIONS: Final = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-logger = logging.getLogger("hf_qknorm")
 
 
 def set_record(model: Any, report: Mapping[str, Any]) -> None:
@@ -44,7 +42,7 @@ def drop_record(model: Any) -> None:
 def write_record(model: Any, folder: Path) -> None:
     """Write the model's record into `folder`, or remove the report of an earlier model there."""
     record = record_of(model)
-    if record is None or model.config.saves_as_base:
+    if record is None:
         (folder / REPORT).unlink(missing_ok=True)
         return
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Final
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-COPIED = ("_hp_mapping", "ds_id")  # DeepSpeed's attributes of parameters: ZeRO-1 and 2, ZeRO-3
+# DeepSpeed's attributes, for ZeRO-1 and 2 and for ZeRO-3: of parameters in its optimiser, and of parameters that it
+# copies or divides. ZeRO-3 divides a model while it is loaded.
+OPTIMISED: Final = ("_hp_mapping", "_z3_optimizer")
+COPIED: Final = ("_hp_mapping", "ds_id")
 
 
-def check_not_copied(model: nn.Module, use: str) -> None:
+def check_not_copied(model: nn.Module, use: str, attributes: Sequence[str] = COPIED) -> None:
     """Raise ValueError, with the `use` of the weights, for a model whose weights DeepSpeed copies or divides.
 
-    Its optimiser steps copies of its own, and writes them over the model's weights.
+    Its optimiser steps copies of its own, writes them over the model's weights, and does not know weights that are
+    added.
     """
     for name, parameter in model.named_parameters():
-        if any(hasattr(parameter, attribute) for attribute in COPIED):
+        if any(hasattr(parameter, attribute) for attribute in attributes):
             raise ValueError(
                 f"{use} needs the model's own weights, and DeepSpeed has copies of them ({name}), which its next step "
                 "writes over any change: do it before DeepSpeed takes the model, or save the model and load the "

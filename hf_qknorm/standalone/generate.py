@@ -151,11 +151,7 @@ def add_standalone(checkpoint: PreTrainedModel | str | os.PathLike[str]) -> None
     'modeling_qknorm.QKNormLlamaForCausalLM'
     """
     if isinstance(checkpoint, PreTrainedModel):
-        model_type = _base_type(type(checkpoint.config).model_type, type(checkpoint).__name__)
-        if checkpoint.config.saves_as_base:
-            raise ValueError(
-                f"this model's scheme changes nothing, so that it saves as a plain {model_type}: that needs no code"
-            )
+        _base_type(type(checkpoint.config).model_type, type(checkpoint).__name__)
         set_auto_map(checkpoint.config)
         return
     if isinstance(checkpoint, nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
@@ -12,9 +11,9 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
+from hf_qknorm.files.log import is_first_rank, logger
 from hf_qknorm.files.paths import check_writable, user_path
 from hf_qknorm.measure.bounds import norm_limits
-from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.measure.logit_statistics import watched_layers
 from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.measure.predictions import layer_statistics
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from transformers import Trainer  # slow to import
 
 START = b'{"format":'  # of a line in the file
-logger = logging.getLogger(__name__)
 
 
 class LogitMonitor(TrainerCallback):
@@ -99,7 +97,7 @@ class LogitMonitor(TrainerCallback):
         self.close()
         if args.n_gpu > 1:
             raise ValueError(f"LogitMonitor does not support nn.DataParallel ({args.n_gpu} GPUs): start with torchrun")
-        if self._trainer is None and args.report_to and is_first_rank():
+        if self._trainer is None and args.report_to:
             logger.warning(f"{args.report_to} get no numbers from LogitMonitor: use LogitMonitor(...).attach(trainer)")
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: Any, **kwargs: Any) -> None:

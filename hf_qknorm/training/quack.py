@@ -14,7 +14,6 @@ its norm, τ times the ratio of |W_D·x|/(|q|·|k|) to its initial value.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.measure.distributed import is_first_rank
 from hf_qknorm.measure.head_weights import (
     attention_head_weights,
     attention_layers,
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 
 RATES = "quack_rates"  # in the first parameter group: the initial rates by layer and part
 ByPart = dict[str, Tensor]  # part name → `[heads]`
-
-logger = logging.getLogger(__name__)
 
 
 def _delegated(name: str) -> Any:
@@ -88,7 +85,7 @@ class QuacK(Optimizer):
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         self.layers = attention_head_weights(model)
         self._own()  # raises without these weights
-        if is_first_rank() and any(normed_sides(layer, family) for _, layer, family in attention_layers(model)):
+        if any(normed_sides(layer, family) for _, layer, family in attention_layers(model)):
             logger.warning(
                 "this model norms its queries or keys, and QuacK's rates follow the sizes that the norms remove: leave "
                 "QuacK out, or train without these norms"

@@ -9,7 +9,6 @@ Source: TaperNorm (Kanavalau et al. 2026, arXiv 2602.10408), which removes the n
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from hf_qknorm.files.log import logger
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens
-from hf_qknorm.measure.distributed import is_first_rank, require_whole
+from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.head_weights import HeadWeights, attention_head_weights, changeable_head_weights
 from hf_qknorm.measure.predictions import loss_of
 from hf_qknorm.measure.text import batches_for
@@ -31,8 +31,6 @@ from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import Scheme
-
-logger = logging.getLogger(__name__)
 
 
 def remove_norms(
@@ -97,8 +95,7 @@ def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
             f"without its norms the model's loss goes {change}, more than max_loss_increase={limit:g}. Train on with "
             "KneeSchedule(target=math.inf), or keep the norms"
         )
-    if is_first_rank():
-        logger.warning(f"norms removed: the loss goes {change}")
+    logger.warning(f"norms removed: the loss goes {change}")
 
 
 @torch.no_grad()
@@ -113,8 +110,7 @@ def _fold_norms(model: PreTrainedModel, keep: Callable[[Tensor], None]) -> PreTr
     unpatch_model(model)
     if not rest.changes_nothing:
         patch_model(model, rest, attn_implementation=backend)
-        if is_first_rank():
-            logger.warning(f"the cap of {rest.softcap:g} stays, with the model patched: unpatch_model takes it off")
+        logger.warning(f"the cap of {rest.softcap:g} stays, with the model patched: unpatch_model(model) takes it off")
     return model
 
 

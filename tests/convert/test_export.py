@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm import SCHEMES, Scheme, calibrate, cli, export_native, patch_model, remove_norms, set_knee, unpatch_model
 from hf_qknorm.families.counterparts import COUNTERPARTS
 from qknorm_tests.kneed import REMOVED
-from qknorm_tests.tables import as_loaded, assert_near, error, make_batch, randomise, real, sharp_model
+from qknorm_tests.tables import assert_near, error, make_batch, randomise, real, sharp_model
 
 TOLERANCE = 1e-5
 RMS = Scheme(q="rms", k="rms")
@@ -74,7 +74,7 @@ def save_patched(
             if "layernorm" in name or name.endswith("model.norm.weight"):
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
     model.save_pretrained(folder)
-    return as_loaded(model)
+    return model
 
 
 @torch.no_grad()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
-import transformers
 from transformers import AutoConfig, DeepseekV3Config
 from transformers.integrations.awq import AWQ_SCALES_MAPPINGS
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
@@ -24,11 +24,11 @@ from hf_qknorm.families.class_names import COMPARED
 from hf_qknorm.model.derived import derived_config
 from qknorm_tests.tables import sharp_model
 
-# The comparisons of a model's type in transformers' shared code and in PEFT, by file: what they compare it with. None
-# of these types is a family's own, or it is in COMPARED, or the comparison is of a config as data.
+# The comparisons of a model's type in transformers' shared code, PEFT and TRL, by file: what they compare it with
+# beside COMPARED. None of these types is a family's own, or the comparison is of a config as data.
 REVIEWED: dict[str, set[str]] = {
-    "transformers/generation/utils.py": {"vision-encoder-decoder", "whisper"},
-    "transformers/pipelines/automatic_speech_recognition.py": {"kyutai_speech_to_text", "lasr_ctc", "whisper"},
+    "transformers/generation/utils.py": {"vision-encoder-decoder"},
+    "transformers/pipelines/automatic_speech_recognition.py": {"kyutai_speech_to_text", "lasr_ctc"},
     "transformers/pipelines/document_question_answering.py": {"donut-swin"},
     "transformers/pipelines/text_to_audio.py": {"bark", "csm", "dia"},
     "transformers/exporters/exporter_dynamo.py": {"layoutlmv2"},
@@ -42,9 +42,10 @@ REVIEWED: dict[str, set[str]] = {
     "transformers/models/auto/configuration_auto.py": {"mistral"},  # in a config.json
     "peft/tuners/shadow/config.py": {"causal_lm_with_hidden_projection"},  # an adapter's own type
     "transformers/tokenization_utils_tokenizers.py": {"BPE"},  # a tokenizer's type
+    "trl/trainer/utils.py": {"gpt_oss"},  # below transformers 5.6
 }
 COMPARISON = re.compile(r"""model_type(?:["']\])? *(?:==|!=) *["']([\w.-]+)["']""")
-ROOTS = {name: Path(module.__file__ or "").parent for name, module in (("transformers", transformers), ("peft", peft))}
+ROOTS = {name: Path(find_spec(name).origin).parent for name in ("transformers", "peft", "trl") if find_spec(name)}
 
 
 def comparisons() -> Iterator[tuple[str, str]]:
@@ -59,25 +60,18 @@ def comparisons() -> Iterator[tuple[str, str]]:
 
 
 def test_every_comparison_of_a_type_has_been_reviewed():
-    new = {(file, name) for file, name in comparisons() if name not in REVIEWED.get(file, ())}
+    new = {(file, name) for file, name in comparisons() if name not in {*COMPARED, *REVIEWED.get(file, ())}}
     assert not new, "add it to REVIEWED, and to COMPARED if a patched model of that type would be taken for another"
 
 
-@pytest.mark.parametrize(
-    ("model_type", "scheme", "seen"),
-    [
-        ("llama", "none", "llama"),
-        ("llama", "qk_norm", "qknorm_llama"),
-        ("falcon_h1", "qk_norm", "falcon_h1"),
-    ],
-)
-def test_the_type_in_memory(model_type, scheme, seen, tmp_path):
-    model = patch_model(sharp_model(model_type), scheme)
+@pytest.mark.parametrize(("model_type", "seen"), [("llama", "qknorm_llama"), ("falcon_h1", "falcon_h1")])
+def test_the_type_in_memory(model_type, seen, tmp_path):
+    model = patch_model(sharp_model(model_type), "qk_norm")
     assert model.config.model_type == seen
     assert type(model.config).model_type == f"qknorm_{model_type}"
     model.save_pretrained(tmp_path)
     stored = json.loads((tmp_path / "config.json").read_text())["model_type"]
-    assert stored == (model_type if scheme == "none" else f"qknorm_{model_type}")
+    assert stored == f"qknorm_{model_type}"
     assert AutoConfig.from_pretrained(tmp_path).model_type == seen
     assert unpatch_model(model).config.model_type == model_type
 
@@ -101,8 +95,7 @@ def test_awq_knows_derived_types():
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
-@pytest.mark.parametrize("scheme", ["none", "qk_norm_cap"])
-def test_adapters_reach_experts(scheme):
+def test_adapters_reach_experts():
     """By the names of modules from before transformers 5, which PEFT turns into parameters by the type."""
 
     def trained(model: Any) -> set[str]:
@@ -111,7 +104,7 @@ def test_adapters_reach_experts(scheme):
 
     plain = trained(sharp_model("mixtral"))
     assert any("experts" in name for name in plain)
-    assert trained(patch_model(sharp_model("mixtral"), scheme)) == plain
+    assert trained(patch_model(sharp_model("mixtral"), "qk_norm_cap")) == plain
 
 
 @pytest.mark.skipif(not hasattr(DeepseekV3Config, "get_mtp_config"), reason="this transformers has no such layers")

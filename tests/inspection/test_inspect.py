@@ -93,10 +93,10 @@ def test_a_patched_model_is_measured_as_it_is(scheme):
     before = fingerprint(model)
     found = inspect_model(model, [tokens(2, 20)])
     assert fingerprint(model) == before
-    assert found.scheme == model.config.scheme
+    assert found.scheme == Scheme.of(scheme).resolve()
     base, now = predictions(model, [{"input_ids": tokens(2, 20)}])
     assert (found.base, found.patched, found.trials) == (base, now, {})
-    assert found.cap == (model.config.attn_logit_softcapping or 50)
+    assert found.cap == (found.scheme.softcap or 50)
     assert str(found.scheme) in str(found) == found.table()
     if scheme == "qk_norm_cap":
         assert "Advice: leave it as it is" in found.table()

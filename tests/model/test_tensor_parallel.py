@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm import Scheme, patch_model, unpatch_model
 from qknorm_tests.pair import of_task, run_once, run_pairs
-from qknorm_tests.tables import as_loaded, make_batch, randomise, sharp_model
+from qknorm_tests.tables import make_batch, randomise, sharp_model
 
 NORMED = {"q": "rms", "k": "layer", "v": "rms", "softcap": 5.0}
 SCHEMES = {
@@ -35,7 +35,7 @@ def made(gain: str) -> PreTrainedModel:
     """In double precision: the gradient of one number for a whole layer is a sum of terms that cancel."""
     model_type = "minicpm3" if gain == "latent" else "llama"
     model = patch_model(sharp_model(model_type), SCHEMES[gain])
-    return as_loaded(randomise(model, knee=4.0 if "knee" in gain else 0.0)).double()
+    return randomise(model, knee=4.0 if "knee" in gain else 0.0).double()
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from transformers import (
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
-from hf_qknorm.model.derived import QKNormModel
 from qknorm_tests.tables import assert_identical, fingerprint, make_batch, randomise, sharp_model, step
 from qknorm_tests.tiny import tiny_config
 from qknorm_tests.tiny_towers import IMAGE_TOKEN, TOWERS, tiny_towers
@@ -62,7 +61,6 @@ def test_none_changes_nothing(case):
     before = fingerprint(patched)
     assert patch_model(patched, "none") is patched
     tower = patched.base_model.get_submodule(TOWERS[case][2])
-    assert isinstance(tower, QKNormModel)
     assert patched_layers(patched).keys() == {f"model.{TOWERS[case][2]}.{name}" for name in patched_layers(tower)}
     assert_identical(step(patched, batch), step(original, batch))
     assert fingerprint(unpatch_model(patched)) == before

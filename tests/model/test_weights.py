@@ -70,11 +70,17 @@ def test_shared_weights_are_refused_by_name(tool, tied):
     assert fingerprint(model) == before
 
 
-@pytest.mark.parametrize("attribute", ["_hp_mapping", "ds_id"])
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize(
+    ("tool", "attribute"),
+    [
+        *((tool, attribute) for tool in ("QKClip", "folding the norms") for attribute in ("_hp_mapping", "ds_id")),
+        *(("patch_model", attribute) for attribute in ("_hp_mapping", "_z3_optimizer")),
+        ("pre_norm=False", "ds_id"),
+    ],
+)
 def test_weights_that_deepspeed_copies_are_refused(tool, attribute):
-    """ZeRO-1 and 2 set the first attribute, on every parameter, and ZeRO-3 the second."""
-    prepare, change = TOOLS[tool]
+    """ZeRO-1 and 2 set `_hp_mapping` on every parameter, ZeRO-3 `ds_id` at loading and `_z3_optimizer` for training."""
+    prepare, change = TOOLS.get(tool, (lambda model: model, patch_model))
     model = prepare(sharp_model("llama"))
     for parameter in model.parameters():
         setattr(parameter, attribute, None)

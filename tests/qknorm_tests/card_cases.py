@@ -10,7 +10,6 @@ import torch
 from huggingface_hub import ModelCard
 
 from hf_qknorm import Calibration, calibrate, patch_model
-from qknorm_tests.tables import as_loaded
 from qknorm_tests.tiny import tiny_model
 
 REPORT = "qk_norm_report.json"
@@ -20,7 +19,7 @@ def checkpoint(
     folder: Path, scheme: Any = "qk_norm_cap", family: str = "llama", report: bool = True, knee: float | None = None
 ) -> Path:
     """Save a patched checkpoint with its calibration report; return the folder."""
-    model = as_loaded(patch_model(tiny_model(family, initializer_range=0.2), scheme))
+    model = patch_model(tiny_model(family, initializer_range=0.2), scheme)
     if report:
         generator = torch.Generator().manual_seed(0)
         batches = [torch.randint(3, 64, (2, 20), generator=generator) for _ in range(3)]

@@ -203,12 +203,6 @@ def assert_backends_agree(
     unpatch_model(model)
 
 
-def as_loaded(model: PreTrainedModel) -> PreTrainedModel:
-    """Mark a patched model as loaded from a patched checkpoint, so that it saves the scheme "none" too, in place."""
-    vars(model.config).pop("saves_as_base", None)
-    return model
-
-
 def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """Class, structure, config and attributes of a model, without its numbers."""
     flags = {name: sorted(vars(module)) for name, module in model.named_modules()}

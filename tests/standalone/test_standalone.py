@@ -19,7 +19,7 @@ from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.standalone.generate import add_standalone, standalone_code
 from qknorm_tests.children import WITHOUT_PACKAGE, child
-from qknorm_tests.tables import MODEL_TYPES, as_loaded, assert_near, causal_families, make_batch, randomise, sharp_model
+from qknorm_tests.tables import MODEL_TYPES, assert_near, causal_families, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
 
 BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)
@@ -29,7 +29,7 @@ CASES = {
     **{f"{t} capped": (t, CAPPED, "left") for t in ("gemma2", "phi3")},
     "deepseek_v3 normed": ("deepseek_v3", NORMED, "left"),  # a latent cache
     "gpt_oss normed": ("gpt_oss", NORMED, "left"),  # sinks
-    **{f"llama {name}": ("llama", SCHEMES[name], "plain") for name in ("none", "qk_norm_cap", "qkv_norm", "henry")},
+    **{f"llama {name}": ("llama", SCHEMES[name], "plain") for name in ("qk_norm_cap", "qkv_norm", "henry")},
     "gpt2 folded": ("gpt2", SCHEMES["qkv_norm"], "plain"),
     "llama with a knee": ("llama", BUSY, "left"),
     "gpt2 with a knee": ("gpt2", Scheme(q="layer", k="rms"), "left"),
@@ -50,7 +50,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def made(name: str) -> PreTrainedModel:
     model_type, scheme, _ = CASES[name]
     model = patch_model(sharp_model(model_type), scheme)
-    return as_loaded(randomise(model, knee=2.0, sharpness=8.0) if "knee" in name else randomise(model)).eval()
+    return (randomise(model, knee=2.0, sharpness=8.0) if "knee" in name else randomise(model)).eval()
 
 
 @pytest.fixture(scope="module")

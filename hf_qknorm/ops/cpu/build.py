@@ -5,7 +5,6 @@ Each library has its own folder, and its operators their own namespace, by a dig
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import platform
@@ -20,9 +19,8 @@ from typing import Any, Final
 import torch
 from filelock import FileLock
 
+from hf_qknorm.files.log import logger
 from hf_qknorm.ops.traces import constant_in_traces
-
-logger = logging.getLogger(__name__)
 
 SOURCES: Final = Path(__file__).parent / "csrc"
 # As torch's own kernels are compiled for these CPUs

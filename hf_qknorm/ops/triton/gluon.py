@@ -42,7 +42,7 @@ def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> b
 
 def switched_on() -> bool:
     """Whether the environment allows the Gluon kernel, as it does by default."""
-    value = os.environ.get(SWITCH, "1")
+    value = os.environ.get(SWITCH) or "1"
     if value not in ("0", "1"):
         raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it is faster) or 0 (never), got {value!r}")
     return value == "1"

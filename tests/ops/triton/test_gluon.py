@@ -48,8 +48,9 @@ def test_the_calls_that_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, value)
             assert not serves()
-    monkeypatch.setenv(gluon.SWITCH, "0")
-    assert not serves()
+    for value, on in (("0", False), ("", True)):  # empty is unset
+        monkeypatch.setenv(gluon.SWITCH, value)
+        assert serves() == on
     monkeypatch.setenv(gluon.SWITCH, "yes")
     with pytest.raises(ValueError, match="HF_QKNORM_GLUON must be 1 .*, got 'yes'"):
         serves()
