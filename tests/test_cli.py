@@ -70,7 +70,7 @@ def test_inspect_prints_and_draws(tmp_path, capsys, monkeypatch):
         "model: llama, 2 layers of 4 heads",
         "unpatched",
         "model.layers.1.self_attn",
-        "knee  loss rises by     KL  bound on |logit|",
+        "same top token  bound",
         "Advice, if logits grow in training: Scheme(q='auto', k='auto', softcap=30.0)",
     ):
         assert line in printed

@@ -122,7 +122,7 @@ ERRORS = [
     (["monitor", "./nowhere.jsonl"], "no such file: ./nowhere.jsonl"),
     (["monitor", "EMPTY"], "EMPTY: the log holds no sample yet"),
     (["monitor", "FOLDER"], "FOLDER: Is a directory"),
-    (["monitor", "BINARY"], "BINARY is not UTF-8 text"),
+    (["monitor", "BINARY"], "BINARY, line 1: sample: Invalid JSON"),
     (["monitor", "TEXT.txt"], "TEXT.txt: the log holds no sample yet"),
     (["monitor", "./nowhere.jsonl", "--out", "FOLDER"], "FOLDER is a folder, and a file is to be written there"),
     (["monitor", "./nowhere.jsonl", "--out", "FILE/x.png"], "FILE is a file: give a folder"),

@@ -40,7 +40,7 @@ def test_patching_is_in_place_and_complete_and_copies_compute_the_same(model_typ
     assert isinstance(model, type(base))
     assert len(patched_layers(model)) == 2
     assert sum(isinstance(module, HeadNorm) for module in model.modules()) == 2 * len(scheme.norms)
-    assert model.config.scheme == scheme
+    assert {layer.scheme for layer in patched_layers(model).values()} == {scheme}
     after = dict(model.named_parameters())
     kept = [name for name in state if scheme.pre_norm or f".{FAMILIES[model_type].pre_norm}." not in f".{name}"]
     assert [name for name in model.state_dict() if "_norm." not in name or name in state] == kept

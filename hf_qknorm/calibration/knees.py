@@ -119,8 +119,8 @@ def undone_calibration(model: Any) -> Iterator[None]:
         for norm in every_norm(model):
             for tensor in (*norm.parameters(), norm.knee):
                 keep(tensor)
-        layers: list[Any] = [] if is_exact(model) else [*patched_layers(model).values()]
-        for layer in (layer for layer in layers if layer.removed_norm):
+        folded = [layer for layer in patched_layers(model).values() if layer.removed_norm]
+        for layer in folded if folded and not is_exact(model) else ():  # of an offloaded model biases can't be read
             for part in layer.family.style.weights:
                 keep(layer.get_submodule(part).weight)
         yield

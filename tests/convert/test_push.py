@@ -218,7 +218,6 @@ REFUSALS: list[tuple[Any, Any, type[Exception], str]] = [
     ({"checkpoint": "./nowhere"}, None, FileNotFoundError, "nowhere is no folder"),
     ({"checkpoint": torch.nn.Linear(2, 2)}, None, ValueError, "a Linear can't be pushed"),
     ({"checkpoint": tiny_model("llama")}, None, ValueError, "a LlamaForCausalLM can't be pushed: pass a model patched"),
-    ({"checkpoint": patch_model(tiny_model("llama"), "none")}, None, ValueError, "holds a plain llama"),
     ({}, lambda hub, out: save(tiny_model("llama", vocab_size=300), out), ValueError, "plain llama: convert it first"),
     ({}, no_gain, ValueError, "model.layers.1.self_attn.q_norm.weight"),
     ({}, linked_out, ValueError, "tokenizer.json is a link to"),

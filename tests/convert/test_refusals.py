@@ -167,9 +167,7 @@ def test_gains_that_float16_cannot_hold_are_not_written(sign, tmp_path):
         attention.q_proj.weight.mul_(1e-4)
     save_with_tokenizer(model.half(), tmp_path / "source")
     scheme = Scheme(q="rms", k="rms", bias=True)
-    with pytest.raises(
-        ValueError, match="gains of model.layers.0.self_attn.k_norm would be NaN or infinite in torch.fl"
-    ):
+    with pytest.raises(ValueError, match=r"calibrated: model.layers.0.self_attn.k_norm.* holds .*float16 has no room"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", scheme, data=[TEXT], knee=4.0)
     assert os.listdir(tmp_path) == ["source"]
 

@@ -70,7 +70,7 @@ def test_it_is_refused_before_it_starts(model_type: str, scheme: str, backend: s
     with pytest.raises(ValueError, match=message):
         model.init_continuous_batching(generation_config=GenerationConfig(**GREEDY))
     assert model.config._attn_implementation == backend
-    encoder_decoder = patch_model(AutoModelForSeq2SeqLM.from_config(tiny_config("bart")), "none")
+    encoder_decoder = patch_model(AutoModelForSeq2SeqLM.from_config(tiny_config("bart")), "soft_cap")
     with pytest.raises(ValueError, match="BartForConditionalGeneration: it runs no encoder"):
         encoder_decoder.init_continuous_batching()
 

@@ -187,7 +187,7 @@ def test_calibration_keeps_the_predictions():
 
 @pytest.mark.parametrize(
     ("scheme", "reason"),
-    [(RMS, "norms both its queries and its keys"), (Scheme(q="rms"), "share the key that rotates")],
+    [(RMS, "norms its queries and keys"), (Scheme(q="rms"), "norms its queries: scaling")],
 )
 def test_clipping_is_refused_where_it_does_nothing(scheme, reason):
     with pytest.raises(ValueError, match=reason):

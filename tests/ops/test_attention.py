@@ -33,6 +33,7 @@ from qknorm_tests.slow import slow_but
 ROWS: list[tuple[str, Case, Raw | None, torch.dtype]] = [
     *(("tiled", case, None, DTYPES[i % 3]) for i, case in enumerate(TABLE)),
     *(("cpp", case, None, DTYPES[i % 3]) for i, case in enumerate(case for case in TABLE if case.mask is None)),
+    *((name, Case(queries=1), None, F32) for name in ("tiled", "cpp")),  # a single key, whose gradients are zero
     *((("triton", "triton by pointers")[i % 2], case, None, dtype) for i, (case, dtype) in enumerate(SMALL)),
     *((("triton", "triton by pointers")[i % 2], case, raw, raw.dtype) for i, (raw, case) in enumerate(NORMED)),
 ]

@@ -16,7 +16,7 @@ MASKS = (
     *("left_padding", "right_padding", "packed", "nothing"),
 )
 LENGTH_CASES = [
-    *(Case(queries=n, causal=causal, softcap=cap) for n, causal, cap in covering((1, 63, 64, 65, 111), CAUSAL, CAPS)),
+    *(Case(queries=n, causal=causal, softcap=cap) for n, causal, cap in covering((2, 63, 64, 65, 111), CAUSAL, CAPS)),
     *(Case(batch=1, heads=2, heads_kv=1, queries=1000, causal=True, softcap=cap) for cap in CAPS),
     Case(batch=1, heads=2, heads_kv=1, queries=1000, window=200),
     Case(batch=1, heads=2, heads_kv=1, queries=1000, causal=True, window=200, mask="bool:11TS"),

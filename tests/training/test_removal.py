@@ -63,7 +63,7 @@ def test_the_users_attention_backend_stays(tmp_path, caplog):
     set_knee(capped, math.inf)
     assert "unpatch_model" not in caplog.text
     assert remove_norms(capped).config._attn_implementation == "hf_qknorm_eager"
-    assert caplog.text.count("the cap of 5 stays, with the model patched: unpatch_model takes it off") == 1
+    assert caplog.text.count("the cap of 5 stays, with the model patched: unpatch_model(model) takes it off") == 1
     assert unpatch_model(capped).config._attn_implementation == "sdpa"
 
 
