@@ -140,8 +140,8 @@ def llama(name: str, width: int = 512, heads: int = 8) -> Any:
     return model if scheme is None else qk.patch_model(model, scheme, attn_implementation=backend)
 
 
-def draw_tokens(*shape: int) -> Tensor:
-    return torch.randint(2048, shape, generator=torch.Generator().manual_seed(0))
+def draw_tokens(*shape: int, vocabulary: int = 2048) -> Tensor:
+    return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
 def training_step(model: Any, tokens: Tensor) -> Callable[[], object]:

@@ -76,7 +76,8 @@ def job(name: str, checkpoint: str, text: str, tokens: int) -> tuple[float, int]
 
 def times(checkpoint: str, length: int, turns: int) -> dict[str, Times]:
     """The milliseconds of a training step and of generation, by model."""
-    models, tokens = {name: load(checkpoint, name) for name in (PLAIN, *SCHEMES)}, draw_tokens(1, length)
+    models = {name: load(checkpoint, name) for name in (PLAIN, *SCHEMES)}
+    tokens = draw_tokens(1, length, vocabulary=models[PLAIN].config.vocab_size)
     generated = by_turns({name: generation(model.eval(), tokens) for name, model in models.items()}, 4 * turns)
     steps = {name: training_step(model.train(), tokens) for name, model in models.items()}
     return {"training step": by_turns(steps, turns), f"{GENERATED} steps of generation": generated}

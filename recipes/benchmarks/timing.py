@@ -100,10 +100,11 @@ def ratio_cell(times: list[float], others: list[float]) -> str:
 class Run:
     """Something to time, `call(n)` for the n-th set of inputs, and its milliseconds a call on device and host.
 
-    A run that fails keeps the reason as `failure`.
+    `whole` measures memory in the place of `call`. A run that fails keeps the reason as `failure`.
     """
 
     call: Callable[[int], object]
+    whole: Callable[[int], object] | None = None
     failure: str = ""
     peak_mib: float | None = None
     times: list[float] = field(default_factory=list)
@@ -162,7 +163,7 @@ class Clock:
         self._synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        run.call(0)
+        (run.whole or run.call)(0)
         self._synchronize()
         run.peak_mib = (torch.cuda.max_memory_allocated() - before) / 2**20
         start = time.perf_counter()
