@@ -41,7 +41,7 @@ def test_the_page_of_costs_has_the_jobs_and_every_model(checkpoint, text, tmp_pa
     page = real_cost.main(command)
     assert (tmp_path / "found.md").read_text() == page
     for name in (real_cost.PLAIN, *real_cost.SCHEMES):
-        assert page.count(f"\n| training step, {name} |") == page.count(f"\n| token, {name} |") == 1
+        assert page.count(f"\n| training step, {name} |") == page.count(f"\n| 10 steps of generation, {name} |") == 1
     jobs = page.partition("## Jobs, 512 tokens")[2]
     names = [line.split(" | ")[0] for line in jobs.splitlines() if line.startswith("| ")]
     assert names == ["| job", *(f"| {job}" for job in real_cost.JOBS)]
