@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 import transformers
@@ -60,16 +58,6 @@ def test_models_that_predict_no_tokens_are_refused(head, patched, tmp_path):
 def test_the_whole_message_of_a_tokenizer_that_is_missing_is_kept(tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises((ValueError, OSError), match=r"no tokenizer can be loaded: .* one of: \(1\) .*\(3\)") as error:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(error.value)
-
-
-def test_a_tokenizer_of_strange_code_is_refused_in_a_line(tmp_path):
-    (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}})
-    )
-    (tmp_path / "evil.py").write_text("raise SystemExit('it was run')")
-    with pytest.raises((ValueError, OSError), match="no tokenizer can be loaded") as error:
         load_tokenizer(tmp_path)
     assert "\n" not in str(error.value)
 

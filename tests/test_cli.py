@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
+import sys
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import FAMILIES, SCHEMES, LogitMonitor, Scheme, cli, patch_model
-from hf_qknorm.small_model import byte_tokenizer
+from qknorm_tests.folders import contents, save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 
@@ -24,15 +28,14 @@ def test_schemes_and_families_are_listed(capsys):
     assert [line.split()[0] for line in lines[1:]] == sorted(FAMILIES)
 
 
-def checkpoint(folder):
+@pytest.fixture
+def source(tmp_path) -> str:
     """A tiny Llama with a tokenizer."""
-    tiny_model("llama", vocab_size=300).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder)
+    return str(save_with_tokenizer(tiny_model("llama", vocab_size=300), tmp_path / "source"))
 
 
-def test_convert(tmp_path, capsys):
-    source, out = checkpoint(tmp_path / "source"), tmp_path / "out"
+def test_convert(source, tmp_path, capsys):
+    out = tmp_path / "out"
     assert cli.main(["convert", source, str(out), "--dry-run"]) == 0
     text = capsys.readouterr().out
     assert "scheme      q=rms, k=rms, softcap=50.0" in text
@@ -58,16 +61,32 @@ def test_convert(tmp_path, capsys):
     assert "more than max_loss_increase=-9. A larger knee" in capsys.readouterr().err
 
 
-def test_inspect_prints_and_draws(tmp_path, capsys, monkeypatch):
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.usefixtures("default_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_conversion_leaves_the_destination_unchanged(source, tmp_path, capsys, monkeypatch, number):
+    def stop(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was ignored")
+
+    out, kept = str(tmp_path / "out"), str(tmp_path / "kept")
+    assert cli.main(["convert", source, kept]) == 0
+    before = contents(tmp_path)
+    monkeypatch.setattr("hf_qknorm.convert.convert.write_card", stop)
+    for arguments in (["convert", source, out], ["convert", source, kept, "--overwrite"]):
+        capsys.readouterr()
+        assert cli.main(arguments) == 130
+        assert capsys.readouterr().err == "hf-qknorm: stopped; a file or folder is written whole or not at all\n"
+        assert contents(tmp_path) == before
+
+
+def test_inspect_prints_and_draws(source, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tokenizer = byte_tokenizer()
-    tiny_model("llama", vocab_size=len(tokenizer)).save_pretrained("model")
-    tokenizer.save_pretrained("model")
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
-    assert cli.main(["inspect", "model", "--data", "text.txt", "--max-tokens", "512", "--cap", "30"]) == 0
+    assert cli.main(["inspect", "source", "--data", "text.txt", "--max-tokens", "512", "--cap", "30"]) == 0
     printed = capsys.readouterr().out
     for line in (
-        "model: llama, 2 layers of 4 heads",
+        "source: llama, 2 layers of 4 heads",
         "unpatched",
         "model.layers.1.self_attn",
         "same top token  bound",

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from hf_qknorm import cli, patch_model
@@ -26,130 +25,81 @@ def places(tmp_path_factory) -> Path:
     """A folder with valid and broken checkpoints, texts and destinations."""
     root = tmp_path_factory.mktemp("places")
     (root / "FILE").write_text("x")
-    (root / "EMPTY").write_text("")
     (root / "BINARY").write_bytes(bytes(range(256)) * 8)
     (root / "TEXT.txt").write_text(TEXT)
     (root / "FOLDER").mkdir()
-    (root / "LOOP").symlink_to("LOOP")
     (root / "BLOCKED" / "inspect.json").mkdir(parents=True)
     (root / "BLOCKED" / "demo.png").mkdir()
     (root / "PHOTOS" / "model").mkdir(parents=True)
     (root / "PHOTOS" / "model" / "one.png").write_text("")
-    model = tiny_model("llama", vocab_size=300)
-    for name in ("MODEL", "PICKLE", "NO-TOKENIZER", "SMALL"):
+    for name in ("MODEL", "NO-TOKENIZER", "SMALL"):
         tiny_model("llama", vocab_size=100 if name == "SMALL" else 300).save_pretrained(root / name)
         if name != "NO-TOKENIZER":
             byte_tokenizer().save_pretrained(root / name)
-    (root / "PICKLE" / "model.safetensors").unlink()
-    torch.save(model.state_dict(), root / "PICKLE" / "pytorch_model.bin")
     shutil.copytree(root / "MODEL", root / "BROKEN")
     (root / "BROKEN" / "model.safetensors").write_bytes(b"\xff" * 100)
     small = BertConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16, vocab_size=30)
     BertForMaskedLM(small).save_pretrained(root / "BERT")
-    shutil.copytree(root / "MODEL", root / "LISTED")
-    (root / "LISTED" / "generation_config.json").write_text("[]")
-    patch_model(model, "qk_norm").save_pretrained(root / "PATCHED")
+    patch_model(tiny_model("llama", vocab_size=300), "qk_norm").save_pretrained(root / "PATCHED")
     shutil.copytree(root / "PATCHED", root / "NULL")
     (root / "NULL" / "config.json").write_text("null")
     return root
 
 
 NOWHERE = "no such file or folder: ./nowhere.txt"
-LONG = "x" * 300
 COMMON = [  # what every command that takes a checkpoint refuses as one
     ("./nowhere", "./nowhere is no folder"),
-    ("FILE", "FILE is no folder"),
     ("FOLDER", "FOLDER"),
     ("BINARY", "BINARY is no folder"),
     ("BROKEN", "model.safetensors is truncated or corrupted"),
     ("", "is empty, which would mean the working directory"),
 ]
-NO_SOURCE = "the text's source is empty, which would mean the working directory"
 CALIBRATING = ("max-loss-increase", "knee", "length")
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
-    (["demo", "--data", ""], NO_SOURCE),
-    (["demo", "--data", "EMPTY"], "EMPTY: no text in it"),
-    (["convert", "MODEL", "out", "--data", "TEXT.txt", "--max-loss-increase", "nan"], "max_loss_increase=nan is no"),
-    (["convert", "MODEL", "out", "--data", "TEXT.txt", "--max-memory", "much"], "is no size of memory"),
+    (["demo", "--data", ""], "the text's source is empty, which would mean the working directory"),
     (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8"),
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),
     (["demo", "--data", "FILE"], "need more than 257 tokens for sequences of 256, got"),
-    (["demo", "--data", "LOOP"], "no such file or folder: LOOP"),
-    (["demo", "--data", "no such name"], "no such file or folder: no such name"),
     (["demo", "--out", "FILE"], "FILE is a file: give a folder"),
-    (["demo", "--out", LONG], "File name too long"),
+    (["demo", "--out", "x" * 300], "File name too long"),
     (["demo", "--out", "BLOCKED"], "BLOCKED/demo.png is a folder"),
     (["demo", "--out", "PHOTOS"], "PHOTOS/model holds no config.json"),
     (["demo", "--data", "TEXT.txt", "--checkpoint", "BROKEN"], "model.safetensors is truncated or corrupted"),
-    (["demo", "--checkpoint", "PICKLE"], "Pickled weights are not read"),
     (["demo", "--checkpoint", "BERT"], "bert has bidirectional attention"),
     (["demo", "--data", "TEXT.txt", "--checkpoint", "NO-TOKENIZER"], "NO-TOKENIZER: no tokenizer can be loaded"),
     (["demo", "--checkpoint", "PATCHED"], "PATCHED is converted already: give the original checkpoint"),
     *((["convert", name, "out"], message) for name, message in COMMON),
-    (["convert", "PICKLE", "out"], "Pickled weights are not read"),
     (["convert", "MODEL", "FILE"], "FILE is a file or a link"),
     (["convert", "MODEL", "out", "--data", "./nowhere.txt"], NOWHERE),
-    (["convert", "MODEL", "out", "--data", "EMPTY"], "EMPTY: no text in it"),
-    (["convert", "MODEL", "out", "--data", "BINARY", "--dry-run"], "BINARY is no text in UTF-8"),
     *((["convert", "./nowhere", "out", f"--{x}", "64"], " is for a calibration, on text: pass") for x in CALIBRATING),
     (["convert", "./nowhere", "out", "--exportable"], "exportable is for a calibration, on text: pass data="),
-    (
-        ["convert", "MODEL", "out", "--data", "TEXT.txt", "--scheme", "soft_cap", "--knee", "4"],
-        "knee=4.0: expected 0 unless q, k or v is normed",
-    ),
-    *(
-        (["convert", "MODEL", "out", f"--max-memory={text}"], "is no size of memory: expected bytes, or a text such as")
-        for text in ("0", "-8GB", "much", "8XB", "", "9" * 400)
-    ),
+    *((["convert", "MODEL", "out", f"--max-memory={x}"], "no size of memory") for x in ("0", "-8GB", "8XB", "9" * 400)),
     (["convert", "MODEL", "out", "--data", "FILE"], "gives 0 tokens to predict, expected at least 16"),
-    (["convert", "MODEL", "out", "--data", "FILE", "--dry-run"], "gives 0 tokens to predict, expected at least 16"),
     (["convert", "NO-TOKENIZER", "out", "--data", "TEXT.txt", "--dry-run"], "no tokenizer can be loaded"),
     (["convert", "SMALL", "out", "--data", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
-    (["convert", "MODEL", "out", "--data", ""], NO_SOURCE),
     *((["inspect", name], message) for name, message in COMMON),
     (["inspect", "./nowhere", "--data", "./nowhere.txt"], NOWHERE),
-    (["inspect", "./nowhere", "--data", ""], NO_SOURCE),
-    (["inspect", "./nowhere", "--data", "BINARY"], "BINARY is no text in UTF-8"),
-    (["inspect", "nowhere"], "nowhere is no folder here, and the download from the Hub failed"),
-    (["inspect", "MODEL", "--data", "FILE"], "gives 0 tokens to predict, expected at least 16"),
     (["inspect", "MODEL", "--max-tokens", "1"], "gives 0 tokens to predict, expected at least 16: give more text, or"),
-    (["inspect", "SMALL", "--data", "TEXT.txt"], "the model has 100, from 0 on: is this its tokenizer?"),
-    (["inspect", "PICKLE"], "Pickled weights are not read"),
-    (["inspect", "BERT"], "bert has bidirectional attention"),
     (["inspect", "./nowhere", "--out", "FILE"], "FILE is a file: give a folder"),
     (["inspect", "./nowhere", "--out", "BLOCKED"], "BLOCKED/inspect.json is a folder"),
     (["monitor", "./nowhere.jsonl"], "no such file: ./nowhere.jsonl"),
-    (["monitor", "EMPTY"], "EMPTY: the log holds no sample yet"),
     (["monitor", "FOLDER"], "FOLDER: Is a directory"),
-    (["monitor", "BINARY"], "BINARY, line 1: sample: Invalid JSON"),
     (["monitor", "TEXT.txt"], "TEXT.txt: the log holds no sample yet"),
     (["monitor", "./nowhere.jsonl", "--out", "FOLDER"], "FOLDER is a folder, and a file is to be written there"),
     (["monitor", "./nowhere.jsonl", "--out", "FILE/x.png"], "FILE is a file: give a folder"),
     (["export", "BROKEN", "out"], "model.safetensors is truncated or corrupted"),
     (["export", "NULL", "out"], "NULL/config.json can't be read (TypeError"),
-    (["convert", "LISTED", "out"], "LISTED: "),
-    (["export", "MODEL", "out"], "MODEL is a plain llama, not a patched model"),
     (["export", "PATCHED", "FILE"], "FILE is a file or a link"),
-    (["card", "./nowhere"], "nowhere/config.json is missing"),
     (["card", "FILE"], "FILE/config.json is missing"),
-    (["card", "FOLDER"], "FOLDER/config.json is missing"),
-    (["card", "MODEL"], "MODEL holds a plain llama: convert it first"),
-    (["card", "PATCHED", "--repo", "a/b/c"], "repo_id is 'a/b/c', expected a name on the Hub"),
-    (["export", "PATCHED", "out", "--data", ""], NO_SOURCE),
-    (["push", "PATCHED", "a/b/c"], "the repository is 'a/b/c', expected a name on the Hub"),
     (["push", "PATCHED", "me/tiny"], "offline mode is enabled"),
-    (["push", "./nowhere", "me/tiny"], "nowhere is no folder: expected one with a checkpoint"),
     (["push", "FILE", "me/tiny"], "FILE is no folder: expected one with a checkpoint"),
     (["push", "MODEL", "me/tiny"], "or patch the model and save it. `hf upload` pushes plain models, as exports are"),
-    (["push", "BROKEN", "me/tiny"], "model.safetensors is truncated or corrupted"),
 ]
 USAGE = [
     ([], "Missing command. (see hf-qknorm --help)"),
     (["patch"], "No such command 'patch'"),
-    (["schemes", "more"], "unexpected extra argument"),
     (["inspect"], "Missing argument 'CKPT'"),
-    (["push", "x"], "Missing argument 'REPO'"),
     (["inspect", "x", "--texts", "y"], "No such option: --texts"),
     *((["demo", "--steps", text], "Invalid value for '--steps'") for text in ("0", "-1", "abc", "1.5", "")),
     (["demo", "--base-steps", "9" * 5000], "Invalid value for '--base-steps'"),
@@ -158,8 +108,6 @@ USAGE = [
     *((["convert", "x", "y", "--knee", text], "Invalid value for '--knee'") for text in ("nan", "-1")),
     (["convert", "x", "y", "--scheme", "QK_NORM"], "unknown scheme 'QK_NORM', did you mean 'qk_norm'? Presets: none"),
     (["convert", "x", "y", "--scheme", '{"q": rms}'], "Expecting value: line 1 column 7"),
-    (["convert", "x", "y", "--scheme", '{"q": "RMS"}'], "Scheme(q='RMS') is not possible: expected"),
-    (["convert", "x", "y", "--scheme", '{"cap": 50}'], "unknown scheme field 'cap'"),
     (["convert", "x", "y", "--scheme", '{"softcap": NaN}'], "Scheme(softcap=nan) is not possible"),
     (["convert", "x", "y", "--scheme", '{"q":' * 100_000], "or JSON as"),
 ]
@@ -186,7 +134,7 @@ def test_errors_that_a_user_can_fix_are_one_line(places, capsys, monkeypatch, ar
 
     monkeypatch.chdir(places)
     monkeypatch.setattr("hf_qknorm.demo.train", computed)
-    if message.startswith(("EMPTY", "BINARY", "gives 0", "the model has", "no such", "FILE is a file")):
+    if message.startswith(("BINARY", "gives 0", "the model has", "no such", "FILE is a file")):
         monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", computed)
     before = listing(places)
     status, error = refused(arguments, capsys)

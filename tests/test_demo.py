@@ -29,7 +29,7 @@ DEMO = ["demo", "--data", "corpus.txt", "--base-steps", "2", "--steps", "2", "--
 def here(tmp_path: Path, monkeypatch) -> Path:
     """An empty working directory with a text, where the demo's Llama is a tiny one."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 100)
     small = partial(tiny_model, "llama", vocab_size=257, max_position_embeddings=512)
     monkeypatch.setattr(demo_module, "small_llama", lambda layers: small())
     return tmp_path

@@ -16,7 +16,7 @@ from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
 from hf_qknorm.training.logit_log import LogitSample
 from qknorm_tests.covering import covering
 
-VALUES = [0.0, 3.0, 1e300, math.inf, math.nan]
+VALUES = [0.0, 1e300, math.inf, math.nan]
 
 
 def made_up(layers: int, heads: int, size: float, seed: int = 0) -> dict[str, LayerStatistics]:
@@ -51,7 +51,7 @@ PICTURES = {
     for draw, make, cases in (
         (draw_calibration, calibration, covering([1, 60], VALUES, strength=1)),
         (draw_log, samples, [(*shape, value) for shape, value in covering(SIZES, VALUES, strength=1)]),
-        (draw_inspection, inspection, [(60, 40), *((2, 2, value) for value in (0.01, *VALUES))]),
+        (draw_inspection, inspection, [(60, 40), *((2, 2, value) for value in (0.01, 1e300, math.nan))]),
     )
     for arguments in cases
 }

@@ -30,6 +30,9 @@ def test_every_scheme_has_a_card(tmp_path, scheme, family, report):
     assert data["pipeline_tag"] == "text-generation"
     assert {"hf_qknorm", family} <= set(data["tags"])
     assert ("model-index" in data) is report
+    assert (PLOT in text) is report
+    assert ("This model has no measurement" in text) is not report
+    assert ("|---" in text) is report
     prose = text.partition("\n---\n")[2]
     assert not re.search(r"\{\{|\{%|None|Undefined|\bnan\b", prose)
     assert not re.search(r"\n{3}| \n|  +[a-z]", prose)
@@ -53,16 +56,6 @@ def test_a_card_tells_how_the_heads_of_latent_attention_are_normed(tmp_path):
     assert "before the KV cache" not in text
     assert "2606.16310" in text
     assert "2505.09388" not in text
-
-
-def test_a_card_states_that_there_is_no_report(tmp_path):
-    write_card(checkpoint(tmp_path, report=False))
-    text = (tmp_path / "README.md").read_text()
-    assert "This model has no measurement" in text
-    assert "was not measured" in text
-    assert "|---" not in text
-    assert ".png" not in text
-    assert not list(tmp_path.glob("*.png"))
 
 
 def test_the_card_of_a_model_without_a_head(tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,38 +63,30 @@ def test_the_export_has_the_same_bits(tmp_path, model_type):
     assert torch.equal(torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt"))
 
 
-def assert_exported_without_rounding(folder: Path) -> None:
-    """Computed in float32, a checkpoint in 16 bits and its export give the same bits."""
-    export_native(folder / "ours", folder / "theirs")
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
-    one, other = (AutoModelForCausalLM.from_pretrained(folder / name, **options) for name in ("ours", "theirs"))
-    tokens = make_batch("plain")["input_ids"]
-    assert torch.equal(one(tokens).logits, other(tokens).logits)
-
-
-def test_a_checkpoint_in_16_bits_is_exported_without_rounding(tmp_path):
-    model = patch_model(sharp_model("llama", **EPS), RMS)
-    calibrate(model, texts(), exportable=True)
-    model.bfloat16().save_pretrained(tmp_path / "ours")
-    assert_exported_without_rounding(tmp_path)
-
-
-@pytest.mark.parametrize("last", [2.0**-10, 3 * 2.0**-24], ids=["held", "rounded"])
+@pytest.mark.parametrize(
+    ("dtype", "last"),
+    [(torch.bfloat16, None), (torch.float16, 2.0**-10), (torch.float16, 3 * 2.0**-24)],
+    ids=["bfloat16", "held", "rounded"],
+)
 @torch.no_grad()
-def test_float16_is_refused_if_it_would_round_a_weight(last, tmp_path):
+def test_sixteen_bits_are_exported_without_rounding_or_refused(dtype, last, tmp_path):
+    """Computed in float32, the checkpoint and its export give the same bits."""
     model = patch_model(sharp_model("llama", **EPS), RMS)
     calibrate(model, texts(), exportable=True)
-    for layer in patched_layers(model).values():
+    for layer in patched_layers(model).values() if last else ():
         for projection in (layer.q_proj, layer.k_proj, layer.v_proj):
             projection.weight.mul_(2**10).round_().div_(2**10)  # multiples of 2⁻¹⁰, in a format that ends at 2⁻²⁴
-    layer.k_proj.weight[-1, -1] = last
-    model.half().save_pretrained(tmp_path / "ours")
-    if last < 2**-10:
-        with pytest.raises(ValueError, match=r"exact in torch.float16: .*1.self_attn.k_proj.weight would be multipl"):
+        layer.k_proj.weight[-1, -1] = last
+    model.to(dtype).save_pretrained(tmp_path / "ours")
+    if last and last < 2**-10:
+        with pytest.raises(ValueError, match=r"exact in torch.float16: .*self_attn.k_proj.weight would be multipl"):
             export_native(tmp_path / "ours", tmp_path / "theirs")
         assert not (tmp_path / "theirs").exists()
         return
-    assert_exported_without_rounding(tmp_path)
+    export_native(tmp_path / "ours", tmp_path / "theirs")
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name, **options) for name in ("ours", "theirs"))
+    assert torch.equal(one(texts()[0]).logits, other(texts()[0]).logits)
 
 
 def as_q6_k(weight: Tensor) -> Tensor:
@@ -111,7 +102,7 @@ def as_q6_k(weight: Tensor) -> Tensor:
 def test_k_quants_hold_the_projections_of_a_knee(tmp_path, shared):
     source = shared / "checkpoints/llama-shakespeare"
     text = (shared / "data/tinyshakespeare.txt").read_text()[:8_000]
-    options = {"data": [text], "knee": 16.0, "max_tokens": 1024}
+    options = {"data": [text], "knee": 16.0, "max_tokens": 1024, "standalone": False}
     convert_checkpoint(source, tmp_path / "ours", "qk_norm", exportable=True, **options)
     export_native(tmp_path / "ours", tmp_path / "theirs")
     ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
@@ -129,25 +120,20 @@ def test_k_quants_hold_the_projections_of_a_knee(tmp_path, shared):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "knee", "message"),
+    ("scheme", "options", "message"),
     [
-        (RMS, "auto", "knee=auto is not exportable: expected a number above 0, as knee=16"),
-        (RMS, 0.0, "knee=0.0 is not exportable"),
-        (replace(RMS, softcap=50.0), 4.0, r"norms \(q=rms, k=rms\) or the cap of 50 would be lost"),
-        (replace(RMS, gain="per_head"), None, "gains per head would be lost"),
+        (RMS, {"knee": "auto"}, "knee=auto is not exportable: expected a number above 0, as knee=16"),
+        (RMS, {"knee": 0.0}, "knee=0.0 is not exportable"),
+        (replace(RMS, softcap=50.0), {"knee": 4.0}, r"norms \(q=rms, k=rms\) or the cap of 50 would be lost"),
+        (replace(RMS, gain="per_head"), {}, "gains per head would be lost"),
+        (RMS, {"sharpness": 8}, "sharpness=8: expected 1 with exportable"),
     ],
 )
-def test_what_has_no_native_counterpart_is_refused_before_the_pass(scheme, knee, message):
+def test_what_has_no_native_counterpart_is_refused_before_the_pass(scheme, options, message):
     model = patch_model(sharp_model("llama", **EPS), scheme)
     with pytest.raises(ValueError, match=message):
-        calibrate(model, texts(), knee=knee, exportable=True)
+        calibrate(model, texts(), exportable=True, **options)
     assert model.config.scheme == scheme
-
-
-def test_a_sharp_export_is_refused():
-    model = patch_model(sharp_model("llama", **EPS), RMS)
-    with pytest.raises(ValueError, match="sharpness=8: expected 1 with exportable"):
-        calibrate(model, texts(), exportable=True, sharpness=8)
 
 
 def test_a_failed_calibration_restores_eps():

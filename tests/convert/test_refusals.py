@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,17 +31,12 @@ def _shard(folder: Path) -> Path:
     return sorted(folder.glob("model-*.safetensors"))[1]
 
 
-def _link(folder: Path) -> None:
-    (folder.parent / "elsewhere").mkdir()
-    (folder / "LICENSE").rename(folder.parent / "elsewhere" / "LICENSE")
-    (folder / "LICENSE").symlink_to(folder.parent / "elsewhere" / "LICENSE")
-
-
-def _link_weights(folder: Path) -> None:
-    (folder.parent / "elsewhere").mkdir()
-    shard = _shard(folder)
-    shard.rename(folder.parent / "elsewhere" / shard.name)
-    shard.symlink_to(folder.parent / "elsewhere" / shard.name)
+def _link(path: Path) -> None:
+    """Move a file or folder of the source beside the source, and link to it."""
+    outside = path.parent.parent / "elsewhere"
+    outside.mkdir()
+    path.rename(outside / path.name)
+    path.symlink_to(outside / path.name)
 
 
 def _pickled(folder: Path) -> None:
@@ -55,10 +48,7 @@ def _pickled(folder: Path) -> None:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated shard": (lambda f: _truncate(_shard(f)), r"model-00002-of-\d+.safetensors is truncated or corrupted"),
     "corrupted shard": (lambda f: _shard(f).write_bytes(b"\xff" * 4096), r"model-00002.* is truncated or corrupted"),
-    "missing shard": (
-        lambda f: _shard(f).unlink(),
-        r"index.json names 'model-00002-of-\d+.safetensors', which is miss",
-    ),
+    "missing shard": (lambda f: _shard(f).unlink(), r"index.json names 'model-00002.*', which is missing"),
     "corrupted index": (lambda f: _truncate(f / INDEX), r"index.json is no JSON"),
     "index without map": (lambda f: (f / INDEX).write_text("{}"), r'index.json has no "weight_map"'),
     "pickled weights": (_pickled, r"source holds no model.safetensors and no .*Pickled weights are not read, because"),
@@ -68,11 +58,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "quantised": (lambda f: configure(f, quantization_config={}), r"config.json: this checkpoint is quantised"),
     "unsupported": (lambda f: configure(f, model_type="mamba"), r"model_type 'mamba' is not supported"),
     "adapter": (lambda f: (f / "adapter_config.json").write_text("{}"), r"holds an adapter: merge it"),
-    "link": (_link, r"source/LICENSE is a link to .*elsewhere/LICENSE, outside the folder"),
-    "linked weights": (_link_weights, r"source/model-00002.* is a link to .*, outside the folder"),
+    "link": (lambda f: _link(f / "LICENSE"), r"source/LICENSE is a link to .*elsewhere/LICENSE, outside the folder"),
+    "linked templates": (lambda f: _link(f / "additional_chat_templates"), r"templates.* is a link to .*, outside the"),
+    "linked weights": (lambda f: _link(_shard(f)), r"source/model-00002.* is a link to .*, outside the folder"),
     "generation config": (lambda f: (f / "generation_config.json").write_text("[]"), r"source: .*Error"),
     "no class": (lambda f: configure(f, architectures=None), r'"architectures" is \'missing\', expected the name of a'),
     "foreign class": (lambda f: configure(f, architectures=["Nobody"]), r'"architectures" is \[\'Nobody\'\], expected'),
+    **{
+        f"class {name}": (lambda f, name=name: configure(f, architectures=name), "architectures.* is .*, expected")
+        for name in (["pipeline"], ["AutoModel"], ["os.system"], [3], [["x"]], {"a": 1}, "LlamaForCausalLM")
+    },
 }
 
 
@@ -169,23 +164,6 @@ def test_gains_that_float16_cannot_hold_are_not_written(sign, tmp_path):
     scheme = Scheme(q="rms", k="rms", bias=True)
     with pytest.raises(ValueError, match=r"calibrated: model.layers.0.self_attn.k_norm.* holds .*float16 has no room"):
         convert_checkpoint(tmp_path / "source", tmp_path / "out", scheme, data=[TEXT], knee=4.0)
-    assert os.listdir(tmp_path) == ["source"]
-
-
-def test_gains_that_are_not_finite_are_not_written(llama, tmp_path, monkeypatch):
-    """A calibration of a model that overflows gives NaN."""
-    calibrate = convert.calibrate
-
-    def broken(model: Any, *rest: Any, **options: Any) -> Any:
-        report = calibrate(model, *rest, **options)
-        model.model.layers[0].self_attn.q_norm.weight.data.mul_(torch.nan)
-        return report
-
-    monkeypatch.setattr(convert, "calibrate", broken)
-    with pytest.raises(
-        ValueError, match=r"source, calibrated: model.layers.0.self_attn.q_norm.weight holds NaN or inf"
-    ):
-        convert_checkpoint(llama, tmp_path / "out", data=[TEXT], knee=0)
     assert os.listdir(tmp_path) == ["source"]
 
 
@@ -288,13 +266,3 @@ def test_a_full_disk(llama, tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"out needs .* MB, and .* has 0.0 MB: nothing was written"):
         convert_checkpoint(llama, tmp_path / "out")
     assert os.listdir(tmp_path) == ["source"]
-
-
-def test_a_save_that_fails_leaves_what_was_there(llama, tmp_path, monkeypatch):
-    convert_checkpoint(llama, tmp_path / "out", "soft_cap")
-    before = contents(tmp_path)
-    monkeypatch.setattr(convert, "write_card", lambda *rest, **options: json.loads("no card"))
-    with pytest.raises(ValueError, match="Expecting value"):
-        convert_checkpoint(llama, tmp_path / "out", "soft_cap", overwrite=True)
-    assert contents(tmp_path) == before
-    assert sorted(os.listdir(tmp_path)) == ["out", "source"]

@@ -7,12 +7,11 @@ import json
 import pytest
 
 from hf_qknorm.convert.card import render_card, write_card
-from hf_qknorm.files.names import PLOT
 from qknorm_tests.card_cases import checkpoint, front
 
 
 def test_fields_of_the_base_models_card_are_inherited(tmp_path):
-    checkpoint(tmp_path)
+    checkpoint(tmp_path, report=False)
     (tmp_path / "README.md").write_text(
         "---\nlicense: other\nlicense_name: some-licence\nlicense_link: https://example.com/a?b=1\n"
         "language:\n- en\n- de\ndatasets: owner/first\ntags: [chat]\nbase_model: owner/ancestor\n"
@@ -64,15 +63,3 @@ def test_front_matter_that_is_not_plain_is_left_out(tmp_path, matter, message, c
     assert message in caplog.text
     assert not {"license", "language", "base_model"} & {*front((tmp_path / "README.md").read_text())}
     assert "# Text" in (tmp_path / "README.original.md").read_text()
-
-
-def test_links_in_the_folder_are_replaced_not_followed(tmp_path):
-    (tmp_path / "model").mkdir()
-    folder = checkpoint(tmp_path / "model")
-    for name in ("README.md", PLOT):
-        (tmp_path / f"precious-{name}").write_text("precious")
-        (folder / name).symlink_to(tmp_path / f"precious-{name}")
-    write_card(folder)
-    assert all(path.read_text() == "precious" for path in tmp_path.glob("precious*"))
-    assert "## Use" in (folder / "README.md").read_text()
-    assert not [path for path in folder.iterdir() if path.is_symlink()]

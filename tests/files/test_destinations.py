@@ -122,20 +122,6 @@ def test_overwriting_deletes_only_a_checkpoint(writer, what, plain, run, tmp_pat
     assert contents(tmp_path).keys() == before.keys() - {str((held / "config.json").relative_to(tmp_path))}
 
 
-def test_files_of_hf_qknorm_and_transformers_are_replaced(plain, tmp_path):
-    """They are card and plots, report, code, and copies of the source's files."""
-    (tmp_path / "text.txt").write_text(TEXT)
-    for name in ("LICENSE", "USE_POLICY.md", "chat_template.jinja", "README.md", "source.spm"):
-        (plain / name).write_text(name)
-    (plain / "additional_chat_templates").mkdir()
-    (plain / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
-    out = tmp_path / "out"
-    options = {"data": str(tmp_path / "text.txt"), "knee": 0, "standalone": True, "overwrite": True}
-    convert_checkpoint(plain, out, "qk_norm", **options)
-    assert (out / KEPT_CARD).read_text() == "README.md"
-    convert_checkpoint(plain, out, "qk_norm", **options)
-
-
 def test_the_calibration_text_is_a_source(plain, tmp_path):
     out = tmp_path / "out"
     convert(plain, out)

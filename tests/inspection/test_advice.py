@@ -12,7 +12,6 @@ from hf_qknorm.inspection.report import Inspection
 from hf_qknorm.reports.records import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)
-NORMED = Scheme(q="rms", k="rms")
 KNEES = {4.0: Prediction(1.407, 0.004, 0.97, bound=200.0)}
 KEPT = {"knees": KNEES, "knee": 4.0, "knee_scheme": SCHEMES["qk_norm_cap"]}
 LOST = {"knees": KNEES}
@@ -62,8 +61,7 @@ CAPPED = {"soft_cap": CHEAP}
 DEAR_CAPS = {"soft_cap": DEAR, "Scheme(softcap=140.0)": DEAR}
 CASES = {
     # name: (measurements, the advised scheme, a part of a reason)
-    "rule 1: Qwen3": (measurements(12.0, normed=True), "none", "its norms bound them: nothing need be added"),
-    "rule 1: Qwen3 with a bound": (
+    "rule 1: Qwen3": (
         measurements(12.0, normed=True, bound=900.0),
         "none",
         "its norms bound them, at most 900 for any input: nothing need be added",
@@ -95,13 +93,8 @@ CASES = {
         "Scheme(softcap=110.0)",
         "norms are there already; a cap needs no calibration",
     ),
-    "rule 3: patched with norms of large gains": (
-        measurements(60.0, scheme=NORMED, normed=True),
-        "Scheme(q='rms', k='rms', softcap=110.0)",
-        "norms are there already",
-    ),
     "rule 3: capped and normed, saturated": (
-        measurements(150.0, own_cap=50.0, normed=True, scheme=dataclasses.replace(NORMED, softcap=50.0)),
+        measurements(150.0, own_cap=50.0, normed=True, scheme=Scheme(q="rms", k="rms", softcap=50.0)),
         "Scheme(q='rms', k='rms', softcap=260.0)",
         "a cap of 260 bends the largest logit by 10%",
     ),

@@ -16,12 +16,12 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.slow import slow_but
-from qknorm_tests.tables import sharp_model
+from qknorm_tests.tables import random_tokens, sharp_model
 from qknorm_tests.tiny import tiny_config, tiny_model
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
-TOKENS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+TOKENS = random_tokens(2, 20)
 
 
 def patched(scheme: Scheme, family: str = "llama", knee: float = 0.0, **settings) -> torch.nn.Module:

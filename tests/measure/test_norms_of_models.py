@@ -14,9 +14,9 @@ from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from qknorm_tests.slow import slow_but
-from qknorm_tests.tables import fingerprint, sharp_model
+from qknorm_tests.tables import fingerprint, random_tokens, sharp_model
 
-TOKENS = torch.randint(3, 64, (2, 20), generator=torch.Generator().manual_seed(0))
+TOKENS = random_tokens(2, 20)
 BORN = [model_type for model_type in known_families() if FAMILIES[model_type].own_norms]
 CENTRED = ("cohere", "persimmon", "phi", "stablelm")  # their norms are LayerNorms
 # A stored 0 is a gain of 1

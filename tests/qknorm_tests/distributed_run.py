@@ -1,6 +1,6 @@
 """One of two processes that train a model together: data-parallel, sharded by FSDP2, and through accelerate.
 
-Rank 0 writes the results into the folder. In one task both calibrate before; in some they train by QuacK and QKClip.
+Rank 0 writes the results into the folder. In some tasks they train by QuacK and QKClip.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from hf_qknorm import QKClip, QuacK, Scheme, calibrate, patch_model, peft_modules_to_save
+from hf_qknorm import QKClip, QuacK, Scheme, patch_model, peft_modules_to_save
 from qknorm_tests.kneed import knees_of
 from qknorm_tests.tables import make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_model
@@ -92,11 +92,6 @@ def train(model: Any, by: tuple[QuacK, QKClip], steps: range, rows: slice) -> in
     return clipped
 
 
-def calibration_batches() -> list[dict[str, Tensor]]:
-    generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": torch.randint(3, 64, (2, 12), generator=generator)} for _ in range(5)]
-
-
 def backward(model: Any, rank: int) -> Tensor:
     """The loss of this rank's row of the batch, after the backward pass."""
     loss = model(**{name: rows[rank : rank + 1] for name, rows in make_batch("plain").items()}).loss
@@ -132,14 +127,7 @@ def accelerated(model: nn.Module) -> Any:
     return fsdp2_prepare_model(accelerator, model)
 
 
-WAYS: dict[str, Callable[[Any], Any]] = {
-    "DDP": DistributedDataParallel,
-    "FSDP2": sharded,
-    "accelerate": accelerated,
-}
-
-
-SHARDED_WAYS = ("FSDP2", "accelerate")
+WAYS: dict[str, Callable[[Any], Any]] = {"DDP": DistributedDataParallel, "FSDP2": accelerated}
 
 
 def run_case(case: str, folder: Path, rank: int) -> None:
@@ -175,22 +163,11 @@ def run_sent(folder: Path, rank: int) -> None:
         save_file(knees_of(model), folder / "sent.safetensors")
 
 
-def run_calibrated(folder: Path, rank: int) -> None:
-    """Each rank calibrates by itself, before DDP wraps its copy."""
-    model = made("shared")
-    report = calibrate(model, calibration_batches())
-    (folder / f"calibrated {rank}.json").write_text(repr(report))
-    wrapped = DistributedDataParallel(model)
-    loss = backward(wrapped, rank)
-    found = {**model.state_dict(), "loss": loss, "gradient": model.lm_head.weight.grad}
-    save_file(found, folder / f"calibrated {rank}.safetensors")
-
-
 def run_ruled(model_type: str, folder: Path, rank: int) -> None:
     rows = slice(rank, rank + 1)
     for way in RULED_WAYS:
         model = ruled(model_type)
-        wrapped = WAYS[way.split(",")[0]](model)
+        wrapped = (DistributedDataParallel if way == "DDP" else sharded)(model)
         by = rules(model)
         train(wrapped, by, range(STEPS // 2), rows)
         if way.endswith("resumed"):
@@ -209,7 +186,6 @@ TASKS: dict[str, Callable[[Path, int], None]] = {
     "sent": run_sent,
     **{case: partial(run_case, case) for case in CASES},
     "adapter": run_adapter,
-    "calibrated": run_calibrated,
     **{model_type: partial(run_ruled, model_type) for model_type in RULED},
 }
 

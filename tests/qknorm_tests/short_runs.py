@@ -51,22 +51,14 @@ def assert_equal_weights(actual: nn.Module, expected: nn.Module) -> None:
         assert torch.equal(state[name], value), name
 
 
-class StopAt(TrainerCallback):
-    """Ends training after a step, like a killed job, without changing its schedule."""
+class SaveAt(TrainerCallback):
+    """Ends training after a step with a checkpoint, like a killed job, without changing its schedule."""
 
     def __init__(self, step: int) -> None:
         self.step = step
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.step
-
-
-class SaveAt(StopAt):
-    """Ends training after a step, with a checkpoint."""
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_end(args, state, control, **kwargs)
-        control.should_save = control.should_training_stop
+        control.should_training_stop = control.should_save = state.global_step >= self.step
 
 
 class Record(TrainerCallback):

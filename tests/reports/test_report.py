@@ -80,10 +80,8 @@ def test_json_round_trip():
     [
         ("format", 2, "report: format: Input should be 1, got 2"),
         ("method", ..., "report: method: Field required$"),
-        ("method", 3, "report: method: Input should be a valid string, got 3"),
         ("speed", 3, "report: speed: Unexpected keyword argument, got 3"),
         ("method", "| moments |", "report: method: String should match pattern .*, got '| moments |'"),
-        ("tokens", 1.5, "report: tokens: Input should be a valid integer, got 1.5"),
         ("tokens", -1, "report: tokens: Input should be greater than or equal to 0, got -1"),
         ("base_model", "/home/me/llama", "report: base_model: .*expected a name on the Hub"),
         ("dataset", "a/b\n---", "report: dataset: .*expected a name on the Hub"),
@@ -95,7 +93,6 @@ def test_json_round_trip():
         ("layers/a | b", {}, r"report: 'layers.a \| b"),
         ("layers/layers.0/gain_q", 1.0, "report: layers.layers.0.gain_q: Unexpected keyword argument, got 1.0"),
         ("layers/layers.1/before/entropy", [True], "layers.layers.1.before.entropy.0: Input should be a valid number"),
-        ("layers/layers.1/before/median", [1.0], "layers.layers.1.before.median: Unexpected keyword argument"),
         ("knees", {"x": {"loss": 1.0}}, "report: knees.x"),
         ("knees", {"4.0": {}}, "report: knees.4.0.loss: Field required"),
         ("knees", {"-1.0": {"loss": 1.0}}, "report: knees.*greater than or equal to 0"),

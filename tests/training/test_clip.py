@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,18 +15,60 @@ from torch.utils.data import default_collate
 from transformers import PreTrainedModel
 
 from hf_qknorm import QKClip, Scheme, logit_statistics, patch_model
-from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.families.style import CACHE
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.ops.reference import visible
 from hf_qknorm.ops.types import Call
 from hf_qknorm.training.clip import largest_logits
-from qknorm_tests.clip_by_hand import Recorder, clip_by_hand, dense_maxima
 from qknorm_tests.covering import covering
-from qknorm_tests.head_rows import ROWS
+from qknorm_tests.head_rows import ROWS, attention_layers, outputs_first
 from qknorm_tests.operator_calls import call
 from qknorm_tests.short_runs import counting, trainer
-from qknorm_tests.tables import fingerprint, make_batch, sharp_model
+from qknorm_tests.tables import fingerprint, make_batch, real, sharp_model
 from qknorm_tests.tiny import tiny_model
 from qknorm_tests.watched import hooks
+
+
+class Recorder:
+    """Records queries, keys, scale and inputs of the last call of every layer."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.heads: dict[str, tuple[Tensor, Tensor, float]] = {}
+        self.inputs: dict[str, tuple[Any, Any]] = {}
+        for name, layer in patched_layers(model).items():
+            layer.observers = (partial(self.note, name),)
+            layer.register_forward_pre_hook(partial(self.keep, name), with_kwargs=True)
+
+    def note(self, name: str, _: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: dict[str, Any]) -> None:
+        self.heads[name] = q.detach().double(), k.detach().double(), options["scaling"]
+
+    def keep(self, name: str, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.inputs[name] = args, {key: value for key, value in kwargs.items() if key not in (CACHE, "layer_past")}
+
+
+def dense_maxima(layer: QKNormAttention, q: Tensor, k: Tensor, scale: float, batch: dict[str, Any]) -> Tensor:
+    """The largest visible logit of each head, from all logits."""
+    group = q.shape[1] // k.shape[1]
+    logits = scale * q @ k.repeat_interleave(group, 1).transpose(-1, -2)
+    row, column = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    seen = (column <= row) & (column > row - (layer.window or 1000))
+    tokens = real(batch)
+    seen = seen & tokens[:, None, None, :] & tokens[:, None, :, None]
+    return logits.masked_fill(~seen, -math.inf).amax((0, 2, 3))
+
+
+def clip_by_hand(model: PreTrainedModel, model_type: str, maxima: list[Tensor], threshold: float) -> None:
+    rows = ROWS[model_type]
+    for layer, largest in zip(attention_layers(model, model_type), maxima, strict=True):
+        gamma = [min(1.0, threshold / float(m)) for m in largest]
+        keys = len(rows["k"][1]) if "k" in rows else len(gamma)
+        group = len(gamma) // keys
+        shared = [min(gamma[g * group : (g + 1) * group]) for g in range(keys)]
+        for part, (where, heads) in rows.items():
+            power = {"q": 0.5, "k": 0.5, "uq": 0.5, "uk": 0.5, "qr": 1.0}.get(part, 0.0)
+            for p in outputs_first(layer, where):
+                for head, outputs in enumerate(heads if power else ()):
+                    p[outputs] *= shared[head // (len(heads) // keys)] ** power
 
 
 def made(model_type: str, scheme: Scheme | str = "none", **settings: Any) -> PreTrainedModel:
@@ -39,7 +82,7 @@ def test_heads_are_clipped_by_the_rule(model_type, kind):
     clip = QKClip(model, threshold=1e9)
     model(**batch)
     layers = patched_layers(model)
-    maxima = [dense_maxima(layer, *recorder.heads[name][0], batch) for name, layer in layers.items()]
+    maxima = [dense_maxima(layer, *recorder.heads[name], batch) for name, layer in layers.items()]
     assert clip.step() == {}
     clip.threshold = threshold = float(torch.cat(maxima).median())
     inputs = dict(recorder.inputs)
@@ -50,11 +93,10 @@ def test_heads_are_clipped_by_the_rule(model_type, kind):
     clip_by_hand(expected, model_type, maxima, threshold)
     for (name, p), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(p, other, rtol=1e-5, atol=1e-6, msg=name)
-    recorder.heads.clear()
     for name, layer in layers.items():
         args, kwargs = inputs[name]
         layer(*args, **kwargs)
-        largest = dense_maxima(layer, *recorder.heads[name][0], batch)
+        largest = dense_maxima(layer, *recorder.heads[name], batch)
         assert float(largest.max()) <= threshold * (1 + 1e-4)
     assert max(float(m.max()) for m in maxima) > 1.1 * threshold
 
@@ -75,9 +117,8 @@ def test_with_one_side_normed_the_other_takes_the_whole_factor(scheme, moved):
         path for (path, p), old in zip(model.named_parameters(), before.parameters(), strict=True) if (p != old).any()
     }
     assert {path.split(".")[-2] for path in changed} == set(moved or {"q_proj", "k_proj"})
-    recorder.heads.clear()
     layer(*inputs[name][0], **inputs[name][1])
-    largest = dense_maxima(layer, *recorder.heads[name][0], batch)
+    largest = dense_maxima(layer, *recorder.heads[name], batch)
     torch.testing.assert_close(largest[factor < 1].max(), torch.tensor(2.0).double(), rtol=1e-4, atol=0)
 
 

@@ -47,7 +47,9 @@ def near(numbers: list[float]) -> Any:
     return pytest.approx(numbers, rel=0.1)  # norms hold a rounded knee
 
 
-@pytest.mark.parametrize(("path", "stop"), [("lowered", 3), ("opened", 2), ("opened at the end", 6)])
+@pytest.mark.parametrize(
+    ("path", "stop"), [("lowered", 3), pytest.param("opened", 2, marks=pytest.mark.slow), ("opened at the end", 6)]
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(path, stop, runs, tmp_path):
     """From the initial model, and from the one in the checkpoint."""
     (arguments, way), whole = PATHS[path], kneed()
