@@ -17,7 +17,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,12 +45,6 @@ def pytest_configure(config: pytest.Config) -> None:
     if not torch.accelerator.is_available():
         torch.manual_seed = torch.default_generator.manual_seed  # torch's own notes the stack for each absent device
     from qknorm_tests import seeds  # noqa: F401  # before any test is imported, as some draw numbers then
-
-    # A busy machine draws examples slowly, and takes long for each.
-    hypothesis.settings.register_profile(
-        "tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-    )
-    hypothesis.settings.load_profile("tests")
 
     # One thread by default: tiny models are no faster with more, and waiting threads slow a busy machine.
     torch.set_num_threads(config.getoption("--threads"))

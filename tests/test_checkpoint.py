@@ -26,11 +26,6 @@ def test_a_model_is_loaded_in_the_dtype_of_its_config(tmp_path):
     assert model.name_or_path == str(tmp_path)
 
 
-def test_a_patched_checkpoint_is_loaded_as_its_derived_class(tmp_path):
-    patch_model(tiny_model("llama"), "qk_norm").save_pretrained(tmp_path)
-    assert type(load_causal(open_source(tmp_path))).__name__ == "QKNormLlamaForCausalLM"
-
-
 def test_weights_that_are_missing_are_not_made_up(tmp_path):
     tiny_model("llama").base_model.save_pretrained(tmp_path)
     source = open_source(tmp_path)

@@ -103,10 +103,6 @@ def draw_step(seed: int) -> Tensors:
     }
 
 
-def decode_step(x: Tensors) -> Tensors:
-    return {"out": library.fused_attention(*call(**x, softcap=50.0))}
-
-
 @cache
 def model(seed: int = 0, scheme: str = "qk_norm_cap") -> Any:
     """A patched Llama with random gains, and knees where the scheme has one."""
@@ -156,7 +152,7 @@ RUNS = {
     "knee": Run(draw_heads, lambda x: attend(x, causal=True, softcap=50.0, knee=True)),
     "window": Run(draw_heads, lambda x: attend(x, causal=True, window=20)),
     "ranges": Run(draw_heads, lambda x: attend(x, ranges=x["ranges"], softcap=15.0)),
-    "decode": Run(draw_step, decode_step),
+    "decode": Run(draw_step, lambda x: {"out": library.fused_attention(*call(**x, softcap=50.0))}),
     "model": Run(draw_texts, model_step),
 }
 

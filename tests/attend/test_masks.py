@@ -89,10 +89,6 @@ def prefix(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return key < 4
 
 
-def not_the_third(batch: Any, head: Any, query: Any, key: Any) -> Any:
-    return query != 2
-
-
 def backwards(batch: Any, head: Any, query: Any, key: Any) -> Any:
     return key + query == 8
 
@@ -100,7 +96,7 @@ def backwards(batch: Any, head: Any, query: Any, key: Any) -> Any:
 OWN = [
     ({"or_mask_function": prefix}, True),
     ({"and_mask_function": even}, False),
-    ({"and_mask_function": not_the_third}, False),  # no row between rows that see the first key can be empty
+    ({"and_mask_function": lambda b, h, query, key: query != 2}, False),  # between rows that see the first key
     ({"and_mask_function": lambda b, h, query, key: (query >= 3) & (query < 7)}, True),
     ({"and_mask_function": backwards}, False),  # a key each, but starts that decrease
     ({"or_mask_function": backwards}, False),

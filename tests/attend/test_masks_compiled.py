@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 from transformers import masking_utils
 
-from hf_qknorm import patch_model
+from hf_qknorm import Scheme, patch_model
 from hf_qknorm.attend.calls import make_call
 from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.ops import reference
@@ -22,7 +22,7 @@ from hf_qknorm.ops.types import Heads
 from qknorm_tests.covering import covering
 from qknorm_tests.mask_cases import PADDING, assert_ranges, config, create, even, padded, transformers_own
 from qknorm_tests.random_qkv import make_qkv
-from qknorm_tests.tables import assert_near, sharp_model
+from qknorm_tests.tables import assert_near, randomise, sharp_model
 
 pytestmark = [
     pytest.mark.costly,
@@ -71,6 +71,7 @@ def test_gaps_that_a_trace_did_not_expect_are_refused():
             torch.compile(build, fullgraph=True, backend="aot_eager")()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
 @pytest.mark.parametrize(("kind", "given"), [("causal", "padding"), ("window", "positions")])
 def test_a_compiled_mask_is_linear(kind, given):
@@ -95,8 +96,12 @@ def test_a_trace_keeps_the_mask_of_a_users_own_function():
 
 @torch.no_grad()
 def test_an_exported_model_with_padding_takes_other_lengths():
-    """Its graph has operators of torch alone, so that it runs, and becomes an ONNX file, without this package."""
-    model = patch_model(sharp_model("llama"), "qk_norm_cap").eval()
+    """Its graph has operators of torch alone, so that it runs, and becomes an ONNX file, without this package.
+
+    It holds the knees of its norms.
+    """
+    model = patch_model(sharp_model("llama", num_hidden_layers=1), Scheme(q="auto", k="auto", softcap=5.0)).eval()
+    randomise(model, knee=2.0)
     tokens, mask = torch.randint(64, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
     mask[0, :3], mask[1, 9:] = 0, 0
     length = torch.export.Dim("length", min=2, max=32)
@@ -105,6 +110,7 @@ def test_an_exported_model_with_padding_takes_other_lengths():
     program = torch.export.export(model, (), given, dynamic_shapes=shapes)
     operators = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert not {name for name in operators if "hf_qknorm" in name or "cummin" in name}  # ONNX has no cummin
+    assert sum(name.endswith("_norm.knee") for name in program.state_dict) == 2
     exported = program.module()
     given = {"input_ids": tokens, "attention_mask": mask, "use_cache": False}
     got, expected = (each(**given).logits[mask.bool()] for each in (exported, model))

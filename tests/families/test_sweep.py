@@ -41,7 +41,6 @@ from qknorm_tests.tables import (
     sharp_model,
     step,
     swept,
-    use_backend,
 )
 from qknorm_tests.tiny import PARTIAL, tiny_config
 from qknorm_tests.vision_cases import CAPPED, CASES, CONTINUED, EVERY, IMAGES, OTHERS, continued_codebooks, seen
@@ -163,7 +162,9 @@ def test_none_changes_nothing(case):
 def test_none_changes_nothing_for_eager(case):
     """Also in bfloat16, where the position of casts matters."""
     original, patched, batch = made(case), made(case), batches(case)[0]
-    use_backend("eager", original, patched)
+    for model in (original, patched):
+        if model.config._attn_implementation != "eager":
+            model.set_attn_implementation("eager")
     patch_model(patched, "none")
     assert_identical(step(patched, batch), step(original, batch))
     if case not in EVERY:

@@ -78,12 +78,9 @@ def eager(model_type: str, settings: dict[str, Any]) -> PreTrainedModel:
 def test_a_window_in_the_config(model_type):
     """The family decides whether the model uses a window, whatever its config holds."""
     settings = SWITCHES.get(model_type, {})
-    narrow, wide = ({**settings, **dict.fromkeys(window_names(settings), n)} for n in (4, 64))
+    names = [name for name in settings if "window_size" in name] or ["sliding_window"]
+    narrow, wide = ({**settings, **dict.fromkeys(names, n)} for n in (4, 64))
     assert_same(model_type, narrow, wide, differs=FAMILIES[model_type].has_window)
-
-
-def window_names(settings: dict[str, Any]) -> list[str]:
-    return [name for name in settings if "window_size" in name] or ["sliding_window"]
 
 
 @pytest.mark.parametrize(("model_type", "settings"), IGNORED, ids=str)

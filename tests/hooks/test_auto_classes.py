@@ -55,14 +55,6 @@ def test_every_auto_class_that_knows_the_base_knows_the_derived_model(known):
     assert (derived_type in corrected) == (known in corrected)
 
 
-def test_the_table_is_that_of_transformers():
-    """Classes that a hand-written list once missed, and a composite model that belongs to no family."""
-    assert {"AutoModelForPreTraining", "AutoModelForTextEncoding", "AutoModelForNextSentencePrediction"} < {
-        *AUTO_CLASSES
-    }
-    assert "AutoModelForDecision" not in AUTO_CLASSES
-
-
 @pytest.mark.parametrize("model_type", ["gpt2", "llama"])
 def test_label_smoothing_shifts_the_labels(model_type, tmp_path):
     """Trainer shifts labels only for classes that it knows by name as causal language models."""

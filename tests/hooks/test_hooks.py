@@ -18,7 +18,6 @@ from hf_qknorm.hooks.install import wrap
 from hf_qknorm.hooks.table import HOOKS, install_hooks
 from qknorm_tests.children import child
 from qknorm_tests.pages import ROOT, text_of
-from qknorm_tests.slow import slow_but
 
 PAGE = text_of("hf_qknorm/hooks/README.md")
 ROWS = re.findall(r"^\| `([\w.]+)` \| (.+) \| (\S+) \| `(\w+)` in `([\w/.]+)` \|$", PAGE, re.MULTILINE)
@@ -153,8 +152,8 @@ print("qknorm_llama" in transformers.CONFIG_MAPPING, "hf_qknorm" in AttentionInt
 """
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("imports", slow_but(ORDERS[:1], ORDERS))
+@pytest.mark.slow
+@pytest.mark.parametrize("imports", ORDERS)
 def test_tables_of_other_libraries_are_filled_in_any_order(imports, tmp_path):
     script, lines = SCRIPT.format(imports=imports), 4
     if find_spec("liger_kernel"):

@@ -97,8 +97,6 @@ def test_a_requested_backend_replaces_the_notice(folder):
 
 # A tensor of a norm, its change, and the end of the refusal.
 DAMAGE = {
-    "dtype": ("weight", lambda x: x.to(torch.int8), "' has dtype I8"),
-    "shape": ("weight", lambda x: torch.ones(7), r"' is \[7\], expected \[16\]"),
     "impossible": ("knee", lambda x: x + math.nan, r"' is \[nan, nan, nan\], expected three finite numbers"),
     "no gain": ("weight", None, "'"),
     "older": ("knee", None, "' is in the weights: they were written by a version before 1.0"),

@@ -72,15 +72,6 @@ def test_one_graph_serves_every_knee():
     assert not any(torch.allclose(x, found[0], atol=1e-3) for x in found[1:])
 
 
-@torch.no_grad()
-def test_an_exported_model_holds_its_knees():
-    model = randomise(patch_model(sharp_model("llama", num_hidden_layers=1), TRIED["knee"]))
-    batch = {**make_batch("left", labels=False), "use_cache": False}
-    program = torch.export.export(model, (), batch, strict=False)
-    assert sum(name.endswith("_norm.knee") for name in program.state_dict) == 3
-    assert_near(program.module()(**batch).logits, model(**batch).logits, TOLERANCE)
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
 @pytest.mark.skipif(

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_qknorm import SCHEMES, patch_model
 from qknorm_tests.covering import covering
-from qknorm_tests.error_budget import error
 from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 
 NEW = 12  # prompt and new tokens pass the window of 8
@@ -23,10 +20,6 @@ SCHEMES_TESTED = {
     "cap": replace(SCHEMES["soft_cap"], softcap=2.0),
 }
 MODELS = covering(MODEL_TYPES, SCHEMES_TESTED, fits=lambda t, name: applies(t, SCHEMES_TESTED[name]), strength=1)
-QUANTISED = {
-    "cache_implementation": "quantized",
-    "cache_config": {"backend": "quanto", "nbits": 4, "q_group_size": 16, "residual_length": 4},
-}
 
 
 @pytest.fixture(scope="module")
@@ -65,25 +58,3 @@ def test_cached_generation(model, way):
     if "num_beams" not in options and "prompt_lookup_num_tokens" not in options:
         for step, logits in enumerate(expected.logits):
             assert_near(actual.logits[step], logits, 1e-5, f"step {step}")
-
-
-def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Unpack several small integers from each byte, as optimum-quanto's compiled function does."""
-    return torch.cat([(packed >> bits * i) & (2**bits - 1) for i in range(8 // bits)])
-
-
-@pytest.mark.parametrize("model_type", ["gpt2", "llama"])  # without windows
-def test_quantised_cache(model_type, monkeypatch):
-    """4-bit keys and values: "none" equals the unpatched model, and a normed model stays near its exact cache."""
-    quanto = pytest.importorskip("optimum.quanto.library.extensions.cpp", reason="needs optimum-quanto")
-    monkeypatch.setattr(quanto.ext, "_lib", SimpleNamespace(unpack=unpack))  # it would compile C++ for a minute
-    plain = sharp_model(model_type)
-    expected = generate(plain, **QUANTISED)
-    actual = generate(patch_model(sharp_model(model_type), "none"), **QUANTISED)
-    assert torch.equal(actual.sequences, expected.sequences)
-    assert all(torch.equal(a, e) for a, e in zip(actual.logits, expected.logits, strict=True))
-
-    capped = randomise(patch_model(plain, SCHEMES_TESTED["norm and cap"]))
-    exact, quantised = generate(capped), generate(capped, **QUANTISED)
-    assert torch.equal(quantised.logits[0], exact.logits[0]), "the prompt itself is not read from the cache"
-    assert 1e-4 < error(quantised.logits[1], exact.logits[1]) < 0.2

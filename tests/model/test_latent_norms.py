@@ -85,15 +85,12 @@ def test_a_layer_computes_the_formula(model_type):
         rms_normed(q[..., width:], gains["q_rope_norm"]),
     ]
     turned = rms_normed(turned, gains["k_rope_norm"])
-    own = SimpleNamespace(modelling=layer.modelling, config=layer.config, normed=lambda name, x: x, **widths(layer))
+    kept = {name: getattr(layer, name) for name in ("modelling", "config", "qk_nope_head_dim", "qk_rope_head_dim")}
+    own = SimpleNamespace(**kept, normed=lambda name, x: x)
     q, _, turned = style.rotate(own, torch.cat(queries, -1), latent, turned, seen.positions)
     k = torch.cat([plain, turned.expand(-1, plain.shape[1], -1, -1)], -1)
     assert_near(seen.q, q, 1e-6, "queries")
     assert_near(seen.k, k, 1e-6, "keys")
-
-
-def widths(layer: QKNormAttention) -> dict[str, int]:
-    return {name: getattr(layer, name) for name in ("qk_nope_head_dim", "qk_rope_head_dim")}
 
 
 @pytest.mark.parametrize("model_type", LATENT)

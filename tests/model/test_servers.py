@@ -116,18 +116,13 @@ def test_a_server_computes_the_same(name, tmp_path):
     assert all(len(layer.keys) == 1 + LENGTH - PROMPT for layer in layers.values())  # no call went another way
 
 
-def no_window(model: Any, layers: Any) -> None:
-    layers[1].sliding_window = None
+def having(**attributes: Any) -> Callable[[Any, Any], None]:
+    """A server whose second layer has these attributes."""
+    return lambda model, layers: vars(layers[1]).update(attributes)
 
 
 def applies(**settings: Any) -> Callable[[Any, Any], None]:
-    """A server that applies these settings in the second layer."""
-    return lambda model, layers: setattr(layers[1], "impl", SimpleNamespace(**settings))
-
-
-def fewer_heads(model: Any, layers: Any) -> None:
-    """Of tensor parallel workers, each computes every head of a type whose projections are not sharded."""
-    layers[1].num_heads = 2
+    return having(impl=SimpleNamespace(**settings))
 
 
 def more_gains(model: Any, layers: Any) -> None:
@@ -149,10 +144,11 @@ REFUSED: list[tuple[str, Callable[[Any, Any], None], str]] = [
     (CAPPED, applies(scale=0.25, logits_soft_cap=0), f"{SERVE}cap 5.0, .* apply none"),
     (CAPPED, applies(scale=0.25), f"{SERVE}cap 5.0, .* apply an unknown one"),
     (CAPPED, applies(scale=1.0, logits_soft_cap=5.0), f"{SERVE}scale 0.25, .* apply 1"),
-    (CAPPED, no_window, rf"{SERVE}window \d+, .* apply none"),
+    (CAPPED, having(sliding_window=None), rf"{SERVE}window \d+, .* apply none"),
     ("qwen3 with windows", applies(scale=0.25, logits_soft_cap=0.5), f"{SERVE}cap 5.0, .* apply 0.5"),  # own forward
-    ("qwen3 with windows", no_window, rf"{SERVE}window \d+, .* apply none"),
-    ("llama by Henry et al.", fewer_heads, f"{DIVIDE}4 heads in each, and vLLM would attend with 2"),
+    ("qwen3 with windows", having(sliding_window=None), rf"{SERVE}window \d+, .* apply none"),
+    # Of tensor parallel workers, each computes every head of a type whose projections are not sharded.
+    ("llama by Henry et al.", having(num_heads=2), f"{DIVIDE}4 heads in each, and vLLM would attend with 2"),
     (BY_HEAD, more_gains, f"{DIVIDE}2 heads in each, and k_norm has gains for 4"),
     (CAPPED, sinks, f"{SERVE}sinks"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -33,39 +34,26 @@ TOOLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-def tie_sides(first: Any, last: Any) -> None:
-    first.k_proj.weight = first.q_proj.weight
-
-
-def tie_layers(first: Any, last: Any) -> None:
-    last.q_proj.bias = first.q_proj.bias
-
-
-def tie_memory(first: Any, last: Any) -> None:
-    last.k_proj.weight = nn.Parameter(first.k_proj.weight.data)
-
-
-def tie_values(first: Any, last: Any) -> None:
-    first.v_proj.weight = first.k_proj.weight
-
-
+# Two weights or biases that are one: the layer, the projection and the part of each.
 TIES = [
-    (tie_sides, r"0\.self_attn\.q_proj\.weight and \S+0\.self_attn\.k_proj\.weight"),
-    (tie_layers, r"0\.self_attn\.q_proj\.bias and \S+1\.self_attn\.q_proj\.bias"),
-    (tie_memory, r"0\.self_attn\.k_proj\.weight and \S+1\.self_attn\.k_proj\.weight"),
-    (tie_values, r"0\.self_attn\.k_proj\.weight and \S+0\.self_attn\.v_proj\.weight"),
+    ("0.q_proj.weight", "0.k_proj.weight"),
+    ("0.q_proj.bias", "1.q_proj.bias"),
+    ("0.k_proj.weight", "1.k_proj.weight"),
+    ("0.k_proj.weight", "0.v_proj.weight"),
 ]
 
 
-@pytest.mark.parametrize(("tool", "tied"), covering(TOOLS, TIES))
-def test_shared_weights_are_refused_by_name(tool, tied):
-    """A change would act on both places, or twice on one."""
-    (prepare, change), (tie, names) = TOOLS[tool], tied
+@pytest.mark.parametrize(("tool", "tied", "one"), covering(TOOLS, TIES, [True, False]))
+def test_shared_weights_are_refused_by_name(tool, tied, one):
+    """A change would act on both places, or twice on one: of one parameter, or of two in the same memory."""
+    prepare, change = TOOLS[tool]
     model = prepare(sharp_model("llama", **LLAMA))
-    first, last = (layer.self_attn for layer in model.model.layers)
-    tie(first, last)
+    first, other = (name.replace(".", ".self_attn.", 1) for name in tied)
+    owner, _, part = other.rpartition(".")
+    parameter = model.model.layers.get_parameter(first)
+    setattr(model.model.layers.get_submodule(owner), part, parameter if one else nn.Parameter(parameter.data))
     before = fingerprint(model)
-    with pytest.raises(ValueError, match=rf"{names} share weights: {tool}"):
+    with pytest.raises(ValueError, match=rf"{re.escape(first)} and \S+{re.escape(other)} share weights: {tool}"):
         change(model)
     assert fingerprint(model) == before
 

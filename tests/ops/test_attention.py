@@ -94,7 +94,9 @@ def test_statistics_count_logits_over_the_cap_and_over_half_of_it(measure: Any, 
 def test_dropout_has_its_rate(implementation: Implementation, rate: float) -> None:
     """Each head, query and key draws numbers of its own, the same from the same seed."""
     queries = 48 if implementation.name == "triton" else 100  # more than a block of rows, where it takes less time
-    given = problem(Case(batch=1, queries=queries, keys=40, dropout=rate), F32, implementation.device)
+    given = problem(
+        Case(batch=1, heads=2, heads_kv=1, queries=queries, keys=40, dropout=rate), F32, implementation.device
+    )
     factors = []
     for seed in (3, 3, 4):
         visible = given.visible._replace(seed=torch.tensor([seed], device=implementation.device))

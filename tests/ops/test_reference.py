@@ -1,7 +1,5 @@
 """The oracle's head norms and rotation, against the definitions of torch and transformers."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -57,11 +55,6 @@ def by_definition(x: Tensor, norm: str, p: float, eps: float, sharpness: float) 
     return centred / longer * (DIM**0.5 if norm in ("rms", "layer") else 1.0)
 
 
-def shaped(norm: str, p: float, *shape: float, eps: float = 1.0) -> partial:
-    """The norm of this shape."""
-    return partial(head_norm, norm=norm, eps=eps, p=p, knee=torch.tensor(shape))
-
-
 @each_norm_with("log", "sharpness", "held", axes=((*LOGS, 40.0), SHARPNESSES, (False, True)))
 def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, log: float, sharpness: float, held: bool) -> None:
     """A norm that holds a mean size, of 8 here, passes vectors of this size unchanged."""
@@ -72,7 +65,8 @@ def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, log: float
         mean = x - x.mean(-1, keepdim=True) if norm == "layer" else x
         mean = mean / mean.abs().pow(order).mean(-1, keepdim=True).pow(1 / order) * 8**0.5
         expected = expected * (mean / by_definition(mean, norm, p, 2.0**log, sharpness))[:1, :1, :1]
-    close(shaped(norm, p, log, 3.0 if held else 0.0, sharpness)(x), expected)
+    knee = torch.tensor([log, 3.0 if held else 0.0, sharpness])
+    close(head_norm(x, norm, eps=1.0, p=p, knee=knee), expected)
 
 
 @every_norm

@@ -97,7 +97,7 @@ SMALL = [  # for Triton's interpreter
     (Case(**ONE, queries=40, keys=33, head_dim=192, softcap=50.0), BF16),
     (Case(**ONE, queries=1), F32),  # a single key
     (Case(**ONE, queries=60, head_dim=32, causal=True, dropout=0.3), F32),
-    (Case(batch=1, queries=33, head_dim=40, softcap=5.0, sinks=True, dropout=0.1), F16),
+    (Case(**ONE, queries=33, head_dim=40, softcap=5.0, sinks=True, dropout=0.1), F16),
     (Case(**PAIR, head_dim=40, ranges="packed", dropout=0.3), F16),
     (Case(**THREES, spread=5.0, ranges="left_padding"), F32),  # one fp32 number for its log-sum-exp would not suffice
     *((Case(batch=1, queries=40, causal=True, softcap=cap, spread=12.0), BF16) for cap in (None, 5.0, 64.0)),

@@ -27,32 +27,15 @@ def make_folder(folder: Path) -> None:
     (folder / "corpus.txt").write_text(TEXT, encoding="utf-8")
 
 
-def training_data() -> list[dict[str, torch.Tensor]]:
-    """The text as rows of 32 tokens, for a Trainer."""
-    ids = torch.tensor(byte_tokenizer()(TEXT)["input_ids"])
-    return [{"input_ids": row, "labels": row} for row in ids.split(32)[:-1]]
-
-
-def training_arguments() -> TrainingArguments:
-    """Three steps on the CPU, reported to nobody."""
-    return TrainingArguments(
-        "trained",
-        max_steps=3,
-        per_device_train_batch_size=4,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-    )
-
-
 def names(code: str) -> dict[str, Any]:
     """The names that `code` finds defined, when it runs in the folder of `make_folder`.
 
     `qk`, `torch`, `Path`, `Trainer`, `AutoModelForCausalLM`; `model`, an unpatched Llama; `texts`, a list of strings;
     `arguments` and `data` for a Trainer; and, if the code uses it, `trainer`, a Trainer of `model`.
     """
-    model = AutoModelForCausalLM.from_pretrained("llama")
+    model, tokens = AutoModelForCausalLM.from_pretrained("llama"), torch.tensor(byte_tokenizer()(TEXT)["input_ids"])
+    options = {"max_steps": 3, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    options |= {"report_to": [], "use_cpu": True, "disable_tqdm": True}
     defined = {
         "qk": qk,
         "torch": torch,
@@ -61,8 +44,8 @@ def names(code: str) -> dict[str, Any]:
         "AutoModelForCausalLM": AutoModelForCausalLM,
         "model": model,
         "texts": TEXT.split("\n\n"),
-        "arguments": training_arguments(),
-        "data": training_data(),
+        "arguments": TrainingArguments("trained", **options),
+        "data": [{"input_ids": row, "labels": row} for row in tokens.split(32)[:-1]],
     }
     if re.search(r"\btrainer\b", code):
         defined["trainer"] = Trainer(model, defined["arguments"], train_dataset=defined["data"])

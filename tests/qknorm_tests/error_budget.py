@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.error_budget import Verdict as Verdict
-from hf_qknorm.ops.error_budget import verdict as verdict
+from hf_qknorm.ops.error_budget import verdict
 
 
 def error(actual: Tensor, exact: Tensor) -> float:

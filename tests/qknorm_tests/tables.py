@@ -128,15 +128,6 @@ def norm_inputs(model: Any, batches: list[dict[str, Any]]) -> dict[tuple[str, st
     return {key: torch.cat(parts) for key, parts in seen.items()}
 
 
-def use_backend(backend: str, *models: PreTrainedModel) -> None:
-    """Set the attention function of equal models; skip the test if they do not support SDPA."""
-    if backend == "sdpa" and models[0].config._attn_implementation != "sdpa":
-        pytest.skip("it does not support SDPA")
-    for model in models:
-        if model.config._attn_implementation != backend:
-            model.set_attn_implementation(backend)
-
-
 def real(batch: dict[str, Any]) -> Tensor:
     """Which positions hold a token and no padding, `[B, T]`."""
     return batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()

@@ -79,16 +79,12 @@ def type_of(case: str) -> str:
     return EVERY[case][0]
 
 
-def auto_of(case: str) -> Any:
-    return getattr(transformers, EVERY[case][1])
-
-
 def made(case: str) -> PreTrainedModel:
     """A tiny model in eval mode whose attention logits spread over several nats, with no bias at zero."""
-    model_type, _, settings = EVERY[case]
+    model_type, name, settings = EVERY[case]
     config = tiny_config(model_type, **settings)
     torch.manual_seed(0)
-    auto = auto_of(case)
+    auto = getattr(transformers, name)
     model = auto._from_config(config) if issubclass(auto, PreTrainedModel) else auto.from_config(config)
     family = family_of_type(model_type)
     for layer in own_layers(model, family).values() if family.attention else ():

@@ -93,7 +93,7 @@ def test_nan_comes_out_where_it_goes_in(
 @pytest.mark.parametrize("layout", ["projection", "tokens", "gaps", "sparse"])
 def test_strides_change_no_bit(layout: str) -> None:
     """Heads and gradients have a projection's layout, share one buffer, or have odd strides."""
-    given = problem(Case(queries=20, causal=True, softcap=50.0), BRAIN, DEVICE)
+    given = problem(Case(batch=1, queries=20, causal=True, softcap=50.0), BRAIN, DEVICE)
     q, k, v = given.heads[:3]
     if layout == "projection":
         fused = torch.cat([x.transpose(1, 2).flatten(2) for x in (q, k, v)], -1)
@@ -169,9 +169,9 @@ def test_the_output_of_few_queries_over_many_keys(
 @pytest.mark.parametrize(
     ("case", "dtype"),
     [
-        (Case(batch=1, heads=10, queries=3, keys=300, causal=True, softcap=50.0, sinks=True), BRAIN),
-        (Case(heads=10, queries=2, keys=260, causal=True, window=250, ranges="left_padding"), HALF),
-        (Case(batch=1, heads=8, queries=3, keys=260, spread=5.0, causal=True), FULL),
+        (Case(batch=1, heads=5, heads_kv=1, queries=3, keys=260, causal=True, softcap=50.0, sinks=True), BRAIN),
+        (Case(heads=3, heads_kv=1, queries=2, keys=260, causal=True, window=250, ranges="left_padding"), HALF),
+        (Case(batch=1, heads=4, heads_kv=1, queries=3, keys=260, spread=5.0, causal=True), FULL),
     ],
     ids=str,
 )
@@ -182,7 +182,7 @@ def test_gradients_after_a_split_forward_pass(case: Case, dtype: torch.dtype, mo
 
 def test_strides_and_nan_of_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     force(monkeypatch, 3)
-    given = problem(Case(**CHUNK, causal=True, softcap=50.0), BRAIN, DEVICE)
+    given = problem(Case(**CHUNK | {"heads": 4, "batch": 1}, causal=True, softcap=50.0), BRAIN, DEVICE)
     expected = TRITON.attend(Call(*given[:3]))
     for queries, keys in (("tokens", "gaps"), ("sparse", "gaps"), ("gaps", "sparse")):
         view = Heads(*(lay_out(x, y) for x, y in zip(given.heads[:3], (queries, keys, keys), strict=True)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from fuzz.draws import Target, targets
 from fuzz.edits import edits
-from fuzz.lines import FLOATING, Line, Number, Values, misfits
+from fuzz.lines import Values, misfits
 from fuzz.tables import CPP, SWITCH
 from fuzz_operators import fault, table
 
@@ -34,41 +34,24 @@ def test_cpp_operators(name: str, seed: int) -> None:
     assert faults(target, seed) == []
 
 
-LINES = {
-    "x": Line("N", FLOATING),
-    "y": Line("N/1", FLOATING, "rows", optional=True),
-    "n": Number("≥ 0", lambda x, _: x >= 0),
-}
-VALUES: Values = {"x": torch.ones(3), "y": torch.zeros(3), "n": 1}
-
-
-def add(values: Values) -> list[torch.Tensor]:
-    """An operator that checks its arguments: x + n, also written to y."""
-    if misfits(LINES, values):
-        raise ValueError(f"{misfits(LINES, values)[0]} does not fit")
-    return [values["x"] + values["n"]]
-
-
 def write_around(values: Values) -> list[torch.Tensor]:
-    found = add(values)
-    y = values["y"]
-    torch.as_strided(y, (1,), (1,), y.storage_offset() + y.numel()).fill_(5.0) if y.storage_offset() else None
-    return found
+    for x in values.values():
+        if isinstance(x, torch.Tensor) and x.storage_offset():
+            torch.as_strided(x, (1,), (1,), x.storage_offset() - 1).fill_(5)
+    return []
 
 
 @pytest.mark.parametrize(
-    ("call", "edit", "found"),
+    ("call", "found"),
     [
-        (add, {}, None),
-        (add, {"x": torch.ones(4)}, None),
-        (lambda values: [torch.ones(3)], {"n": -1}, "accepted, and n does not fit"),
-        (lambda values: [values["z"]], {"n": -1}, "an error of another type: KeyError"),
-        (write_around, {}, "memory around y was changed"),
+        (lambda values: [], "accepted, and "),
+        (lambda values: [values["z"]], "an error of another type: KeyError"),
+        (write_around, "memory around x was changed"),
     ],
 )
-def test_the_fuzz_finds_each_kind_of_fault(call, edit, found) -> None:
-    result = fault(Target("add", LINES, lambda seed: VALUES, call), VALUES | edit)
-    assert (result is None) if found is None else str(result).startswith(found)
+def test_the_fuzz_finds_each_kind_of_fault(call, found) -> None:
+    target = next(target for target in targets() if "x" in target.table)
+    assert any(found in line for line in faults(target._replace(call=call), 0))
 
 
 @pytest.mark.parametrize("target", targets(), ids=lambda target: target.name)
