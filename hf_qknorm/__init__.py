@@ -48,6 +48,21 @@ _LATE = {
     "training.quack": ("QuacK",),
     "training.removal": ("remove_norms",),
 }
+# Public names of versions before 1.0, and what takes their place.
+_GONE = {
+    "BlendSchedule": "KneeSchedule starts at the unpatched model too",
+    "CapSchedule": "patch with the cap from the start",
+    "Inspection": "inspect_model returns one, of hf_qknorm.inspection.report",
+    "LogitStatistics": "logit_statistics yields them, of hf_qknorm.measure.logit_statistics",
+    "MuonClip": "recipes/muon_clip.py shows torch.optim.Muon with QKClip",
+    "NativeExport": "export_native returns one, of hf_qknorm.convert.export",
+    "Plan": "convert_checkpoint(..., dry_run=True) prints the plan",
+    "add_standalone": "conversions and pushes add the code; else hf_qknorm.standalone.generate.add_standalone",
+    "plan_conversion": "convert_checkpoint(..., dry_run=True) prints the plan",
+    "set_blend": "set_knee moves a calibrated norm",
+    "set_cap": "patch with the cap from the start",
+    "start_removal": "calibrate prepares norms for their removal by KneeSchedule and remove_norms",
+}
 if TYPE_CHECKING:
     from hf_qknorm.calibration.calibrate import calibrate
     from hf_qknorm.convert.convert import convert_checkpoint
@@ -71,6 +86,8 @@ else:
         for module, names in _LATE.items():
             if name in names:
                 return getattr(import_module(f"{__name__}.{module}"), name)
+        if name in _GONE:
+            raise AttributeError(f"{__name__}.{name} is gone: {_GONE[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

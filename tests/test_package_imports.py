@@ -54,7 +54,12 @@ def test_public_names_resolve_and_pickle_by_reference():
             assert pickle.loads(pickle.dumps(value)) is value
 
 
-def test_twenty_names_are_public_and_others_are_missing():
+def test_twenty_names_are_public_and_one_that_is_gone_names_its_replacement():
     assert len(hf_qknorm.__all__) <= 20
+    for name, instead in hf_qknorm._GONE.items():
+        assert name not in hf_qknorm.__all__
+        with pytest.raises(AttributeError) as error:
+            getattr(hf_qknorm, name)
+        assert str(error.value) == f"hf_qknorm.{name} is gone: {instead}"
     with pytest.raises(AttributeError, match="no attribute"):
-        _ = hf_qknorm.patch_modle
+        getattr(hf_qknorm, name.lower() + "_modle")
