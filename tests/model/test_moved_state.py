@@ -12,8 +12,8 @@ import peft
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate import init_empty_weights, load_checkpoint_and_dispatch
-from safetensors.torch import load_file, save_file
+from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
+from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from qknorm_tests.covering import covering
 from qknorm_tests.kneed import kneed, knees_of, logits, plain, wrapped
 from qknorm_tests.short_runs import SaveAt, trainer
 
@@ -63,6 +64,43 @@ Way = Callable[[Any, Any, Path], Any]  # from one model to another by a folder; 
 def by_torch(one: Any, to: Any, folder: Path) -> Any:
     torch.save(one.state_dict(), folder / "state.pt")
     to.load_state_dict(torch.load(folder / "state.pt"))
+    return to
+
+
+def leniently(one: Any, to: Any, folder: Path) -> Any:
+    to.load_state_dict(one.state_dict(), strict=False)
+    return to
+
+
+def by_safetensors(one: Any, to: Any, folder: Path) -> Any:
+    save_model(one, str(folder / "model.safetensors"))
+    load_model(to, folder / "model.safetensors")
+    return to
+
+
+def by_dcp(one: Any, to: Any, folder: Path) -> Any:
+    dcp.save(one.state_dict(), checkpoint_id=folder / "dcp", no_dist=True)
+    state = to.state_dict()
+    dcp.load(state, checkpoint_id=folder / "dcp", no_dist=True)
+    to.load_state_dict(state)
+    return to
+
+
+def by_lightning(one: Any, to: Any, folder: Path) -> Any:
+    """As `load_from_checkpoint` does: the module's state dict, with the model as an attribute."""
+    torch.save({"state_dict": {f"model.{name}": x for name, x in one.state_dict().items()}}, folder / "last.ckpt")
+    module = torch.nn.Module()
+    module.model = to
+    module.load_state_dict(torch.load(folder / "last.ckpt")["state_dict"])
+    return module.model
+
+
+def by_accelerate(one: Any, to: Any, folder: Path) -> Any:
+    for model, call in ((one, "save_state"), (to, "load_state")):
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(model)
+        getattr(accelerator, call)(str(folder / "state"))
+        accelerator.free_memory()
     return to
 
 
@@ -106,6 +144,11 @@ def by_dispatch(one: Any, to: Any, folder: Path) -> Any:
 
 WAYS: dict[str, Way] = {
     "torch.save": by_torch,
+    "not strict": leniently,
+    "safetensors": by_safetensors,
+    "DCP": by_dcp,
+    "Lightning": by_lightning,
+    "accelerate's state": by_accelerate,
     "accelerate's dispatch": by_dispatch,
     "averaged weights": by_averaging,
     "deep copy": lambda one, to, folder: copy.deepcopy(one),
@@ -115,11 +158,13 @@ WAYS: dict[str, Way] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_way_brings_the_knees(way: str, tmp_path: Path) -> None:
-    for target in (fresh, other):
-        (folder := tmp_path / target.__name__).mkdir()
-        assert_moved(WAYS[way](source(), target(), folder), source())
+def case_id(value: Any) -> str:
+    return getattr(value, "__name__", value)
+
+
+@pytest.mark.parametrize(("way", "target"), covering(WAYS, [fresh, other], strength=1), ids=case_id)
+def test_a_way_brings_the_knees(way: str, target: Callable[[], Any], tmp_path: Path) -> None:
+    assert_moved(WAYS[way](source(), target(), tmp_path), source())
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
@@ -196,6 +241,14 @@ def test_adapters_hold_the_knees_of_their_norms(tmp_path: Path) -> None:
     torch.testing.assert_close(logits(merged), expected, rtol=1e-4, atol=1e-5)
     merged.save_pretrained(tmp_path / "merged")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), logits(merged))
+
+
+def test_an_adapter_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    wrapped(source()).save_pretrained(tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: x for name, x in load_file(file).items() if not name.endswith(".knee")}, file)
+    with pytest.raises(KeyError, match="knee"):
+        peft.PeftModel.from_pretrained(source(), tmp_path)
 
 
 def test_a_merge_of_files_loads_and_is_one_norm_in_every_dtype(tmp_path: Path) -> None:
