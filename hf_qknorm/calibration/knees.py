@@ -122,5 +122,6 @@ def undone_calibration(model: Any) -> Iterator[None]:
         folded = [layer for layer in patched_layers(model).values() if layer.removed_norm]
         for layer in folded if folded and not is_exact(model) else ():  # of an offloaded model biases can't be read
             for part in layer.family.style.weights:
-                keep(layer.get_submodule(part).weight)
+                projection: Any = layer.get_submodule(part)
+                keep(projection.weight)
         yield
