@@ -141,7 +141,7 @@ def _convert(base: Any, scheme: Scheme, batches: Batches, bar: Any) -> tuple[dic
     for name, each in conversion.items():
         _say(aligned(name, f"{each.loss:.3f}", format_fixed(each.max_logit, 1)))
     removed = _without_norms(converted, held_out)
-    for text in (f"calibrated: {calibration}", f"without norms: {removed}"):
+    for text in (str(calibration), f"without norms: {removed}"):
         _say(textwrap.fill(text, WIDTH, initial_indent="   ", subsequent_indent="   "))
     report = {"scheme": scheme, "conversion": conversion, "calibration": calibration.to_dict()}
     return models, {**report, "removed": removed}

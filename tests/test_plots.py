@@ -34,7 +34,7 @@ def calibration(layers: int, size: float) -> Calibration:
     before, after = made_up(layers, 4, 3 * size), made_up(layers, 4, size, seed=1)
     found = {name: LayerReport(before[name], after[name]) for name in before}
     predictions = Prediction(2.0), Prediction(3.0), Prediction(2.1)
-    return Calibration("moments", 10, SCHEMES["qk_norm_cap"].resolve(), 50.0, *predictions, found)
+    return Calibration(10, SCHEMES["qk_norm_cap"].resolve(), 50.0, *predictions, found)
 
 
 def inspection(layers: int, heads: int, size: float = 10.0) -> Inspection:

@@ -20,7 +20,7 @@ NAMED: Final = 3  # errors in a message
 PATH: Final = re.compile(r"[\w.\[\]-]{1,300}", re.ASCII)  # to a field, with a layer's name in it
 
 Numbers = Annotated[tuple[float, ...], Field(min_length=1, max_length=10_000)]  # of heads
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,200}$")]  # a layer's path, or a method
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,200}$")]  # a layer's path
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 T = TypeVar("T")
 
