@@ -101,8 +101,6 @@ def test_an_inspection_shows_every_head(figures, tmp_path):
     for axes, field in ((left, "max_logit"), (right, "entropy")):
         shown = torch.tensor(axes.images[0].get_array().tolist())
         torch.testing.assert_close(shown, torch.tensor([getattr(layer, field) for layer in found.layers.values()]))
-        assert len(axes.texts) == 16
-    assert right.texts[0].get_text() == f"{found.layers['layers.0'].entropy[0]:.1f}"
 
 
 @pytest.mark.parametrize("count", [3, 1001])
@@ -115,8 +113,3 @@ def test_a_log_is_a_map_of_layers_and_steps_with_the_worst_head_of_each(figures,
         assert shown.shape == (3, min(count, 334))
         expected = [worst(worst(getattr(x.layers[f"layers.{i}"], field)) for x in found) for i in range(3)]
         assert [worst(row) for row in shown.tolist()] == expected
-
-
-def test_an_empty_log_is_refused():
-    with pytest.raises(ValueError, match="holds no sample yet"):
-        draw_log([], "map.png")
