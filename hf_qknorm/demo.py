@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import shlex
 import textwrap
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM
 
 from hf_qknorm.calibration.calibrate import calibrate
 from hf_qknorm.checkpoint import quiet_transformers
@@ -28,13 +26,11 @@ from hf_qknorm.files.log import logger
 from hf_qknorm.files.paths import check_folder, check_writable, user_path
 from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.measure.text import check_text, load_text, sample_batches, tokenize
-from hf_qknorm.model.knees import set_knee
 from hf_qknorm.patch import patch_model
 from hf_qknorm.reports.records import to_json
 from hf_qknorm.reports.report import save_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.small_model import LENGTH, Run, aligned, byte_tokenizer, mean_loss, measure, small_llama, train
-from hf_qknorm.training.removal import remove_norms
 
 REPORT, PLOT, MODEL = WRITTEN = ("demo.json", "demo.png", "model")
 BATCH, RUN_BATCH = 8, 4  # sequences in a batch, and in one of continued training
@@ -86,9 +82,8 @@ def run_demo(
                 models["calibrated"].eval().save_pretrained(new)  # with the record of its calibration
                 tokenizer.save_pretrained(new)
                 write_card(new)
-                report["reloaded"] = _reload(models["calibrated"], batches["held_out"][0], new)
             _write(report, [], folder)
-            _say(f"   figure: {folder / PLOT}\n   checkpoint: {folder / MODEL}, {report['reloaded']}")
+            _say(f"   figure: {folder / PLOT}\n   checkpoint: {folder / MODEL}")
             _train_on(models, batches, rate, bar, partial(_write, report, folder=folder))
     finally:
         torch.set_num_threads(threads)
@@ -140,29 +135,8 @@ def _convert(base: Any, scheme: Scheme, batches: Batches, bar: Any) -> tuple[dic
     _say(f"converted: {converted.config.scheme}\n{aligned('', 'held-out loss', 'largest |logit|')}")
     for name, each in conversion.items():
         _say(aligned(name, f"{each.loss:.3f}", format_fixed(each.max_logit, 1)))
-    removed = _without_norms(converted, held_out)
-    for text in (str(calibration), f"without norms: {removed}"):
-        _say(textwrap.fill(text, WIDTH, initial_indent="   ", subsequent_indent="   "))
-    report = {"scheme": scheme, "conversion": conversion, "calibration": calibration.to_dict()}
-    return models, {**report, "removed": removed}
-
-
-def _without_norms(model: Any, batches: list[Tensor]) -> str:
-    """The held-out loss of a copy of the model whose norms are removed, or the reason why they can't be."""
-    bare = copy.deepcopy(model)
-    try:
-        set_knee(bare, math.inf)
-        return f"held-out loss {mean_loss(remove_norms(bare), batches):.3f}"
-    except ValueError as error:
-        return f"not removed: {error}"
-
-
-def _reload(model: Any, batch: Tensor, folder: Path) -> str:
-    """Load the saved checkpoint, and compare its logits with the model's."""
-    again = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        difference = float((again(input_ids=batch).logits - model(input_ids=batch).logits).abs().max())
-    return f"reloaded as {type(again).__name__}: logits differ by {difference:g}"
+    _say(textwrap.fill(str(calibration), WIDTH, initial_indent="   ", subsequent_indent="   "))
+    return models, {"scheme": scheme, "conversion": conversion, "calibration": calibration.to_dict()}
 
 
 def _train_on(models: dict[str, Any], batches: Batches, rate: float, bar: Any, write: Callable[..., None]) -> None:

@@ -56,12 +56,9 @@ def test_a_demo_prints_and_writes_everything(here, capsys):
         assert list(run["measured"]) == ["0", "1", "2"]
         assert run["measured"]["0"] == pytest.approx(report["conversion"][run["model"]])  # C++ kernels may come between
         assert f"{run['measured']['2']['loss']:.3f}" in printed
-    assert report["reloaded"] == "reloaded as QKNormLlamaForCausalLM: logits differ by 0"
-    assert report["removed"].startswith("not removed: the norms hold no mean length")  # the random model needs none
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(os.listdir(out)) == FILES
-    for text in ("logits differ by 0", "figure: my demo/"):
-        assert text in printed
+    assert "figure: my demo/" in printed
     assert max(map(len, printed.splitlines())) <= 120
     check_checkpoint(out / "model", report)
     line = next(line for line in printed.splitlines() if line.startswith("next step: "))
@@ -109,18 +106,6 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
     assert [len(run["measured"]) for run in report["runs"]] == [3]
     assert (here / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert AutoModelForCausalLM.from_pretrained("out/model").config.scheme.softcap == 50
-
-
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.costly
-def test_the_loss_without_norms_is_the_unpatched_models(here, capsys, monkeypatch):
-    sizes = {"vocab_size": 257, "max_position_embeddings": 512, "initializer_range": 0.5}
-    monkeypatch.setattr(demo_module, "small_llama", lambda layers: tiny_model("llama", **sizes))
-    assert cli.main([*DEMO, "--steps", "1"]) == 0
-    report, printed = json.loads((here / "out" / "demo.json").read_text()), capsys.readouterr().out
-    loss = float(report["removed"].removeprefix("held-out loss "))
-    assert loss == pytest.approx(report["conversion"]["unpatched"]["loss"], abs=0.05)
-    assert f"   without norms: {report['removed']}" in printed
 
 
 def test_the_small_llama_computes_with_one_thread(here, monkeypatch):
