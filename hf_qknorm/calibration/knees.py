@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
@@ -90,23 +90,6 @@ def search_knee(
     cost_at(chosen)
     gains.apply(chosen)
     return dict(sorted(tried.items()))
-
-
-def tried_knees(
-    model: Any, batches: Batches, knees: Sequence[float], kept: list[ModelOutput]
-) -> Iterator[tuple[float, Prediction, Prediction]]:
-    """Set one knee after the other, and yield it with the predictions unpatched and patched, of a language model.
-
-    Gains are closed-form, and norms as sharp as `calibrate` makes them. One pass over `batches` serves all knees;
-    `kept` is as for `predictions`.
-    """
-    gains = ClosedFormGains(model, batches, [], knees, SHARPNESS)
-    for knee in knees:
-        gains.apply(knee)
-        base, own = predictions(model, batches, kept)
-        assert base is not None
-        assert own is not None
-        yield knee, base, own
 
 
 @contextmanager
