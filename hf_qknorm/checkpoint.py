@@ -134,7 +134,7 @@ def load_causal(source: Source, **options: Any) -> Any:
     if source.model is not None and source.model.get_output_embeddings() is None:
         raise ValueError(
             f"{source.folder / CONFIG}: the checkpoint is a {source.model_class.__name__}, which predicts no tokens to "
-            "measure: give a causal language model (a card needs no text)"
+            "measure: give a causal language model"
         )
     model = load_model(source, **options)
     model.name_or_path = source.name

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import shlex
 import textwrap
 from collections.abc import Callable
@@ -17,32 +16,25 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM
 
 from hf_qknorm.calibration.calibrate import calibrate
-from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source, quiet_transformers
+from hf_qknorm.checkpoint import quiet_transformers
 from hf_qknorm.convert.card import write_card
-from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.paths import check_folder, check_writable, user_path
 from hf_qknorm.files.progress import progress_bar
-from hf_qknorm.measure.batches import check_batches
-from hf_qknorm.measure.predictions import require_causal
-from hf_qknorm.measure.text import check_text, load_text, sample_batches, sequence_length, tokenize
-from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.model.knees import set_knee
+from hf_qknorm.measure.text import check_text, load_text, sample_batches, tokenize
 from hf_qknorm.patch import patch_model
 from hf_qknorm.reports.records import to_json
 from hf_qknorm.reports.report import save_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.small_model import LENGTH, Run, aligned, byte_tokenizer, mean_loss, measure, small_llama, train
-from hf_qknorm.training.removal import remove_norms
 
 REPORT, PLOT, MODEL = WRITTEN = ("demo.json", "demo.png", "model")
 BATCH, RUN_BATCH = 8, 4  # sequences in a batch, and in one of continued training
-STEPS, BASE_RATE, TIMES = 120, 2e-3, 10  # of continued training; of the small Llama; of the usual rate, for two runs
+BASE_RATE, TIMES = 2e-3, 10  # of the small Llama; of the usual rate, for two runs
 LOOKS = 6  # evaluations of a run after the first
 WIDTH = 118  # characters of a line with a text
 Batches = dict[str, list[Tensor]]
@@ -51,50 +43,48 @@ BAR: Final = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, about {rema
 
 def run_demo(
     data: str | None = None,
-    checkpoint: str | None = None,
     scheme: Scheme | str = "qk_norm_cap",
     *,
     base_steps: int = 120,
-    steps: int | None = None,
+    steps: int = 120,
     rate: float = 1e-3,
     out: str = "./qknorm-demo",
 ) -> None:
     """Run the demo: print its progress and results, and write report, figure and model into the folder `out`.
 
     The converted model, report and figure replace those of an earlier demo, each as a whole: report and figure after
-    the conversion, and after each run. The small Llama computes with one thread; a checkpoint, not trained on by
-    default, with as many as torch has.
+    the conversion, and after each run. The Llama is so small that it computes with one thread.
 
-    Raises OSError, before any work, for a folder that can't be written to, or that holds other files than a checkpoint
-    under the name of the model's.
+    Raises, before any work, ValueError for a scheme that changes nothing; OSError for a folder that can't be written
+    to, or that holds other files than a checkpoint under the name of the model's.
     """
     folder, scheme = user_path(out, "out"), Scheme.of(scheme)
+    if scheme.changes_nothing:
+        raise ValueError("this scheme changes nothing, so that there is nothing to compare: give another one")
     check_writable(folder / REPORT, folder / PLOT)
-    check = partial(check_folder, folder / MODEL, overwrite=True, sources=[checkpoint, data])
+    check = partial(check_folder, folder / MODEL, overwrite=True, sources=[data])
     check()
     check_text(data)
     logger.setLevel(logging.ERROR)  # the tables have the same numbers
-    threads, more = torch.get_num_threads(), STEPS if steps is None and checkpoint is None else steps or 0
-    torch.set_num_threads(1 if checkpoint is None else threads)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
-        tokenizer, base, batches = _prepare(data, checkpoint, scheme, base_steps, more)
-        then, text = ", and train it on beside the unpatched model" * bool(more), data or "Python's standard library"
-        print(f"Demo: convert {checkpoint or 'a small Llama'} to {scheme}{then}.\nCtrl-C keeps the results so far.")
+        tokenizer, base, text = byte_tokenizer(), small_llama(2), data or "Python's standard library"
+        batches = _draw(tokenizer, load_text(data), base_steps, steps)
+        print(f"Demo: convert a small Llama to {scheme}, and train it on beside the unpatched model.")
+        print("Ctrl-C keeps the results so far.")
         print(f"Losses are in nats per token, on the last tenth of the text: {text}.\n", flush=True)
-        with closing(_progress(batches, trains_base=checkpoint is None)) as bar:
-            if checkpoint is None:
-                _train_base(base, batches, bar)
+        with closing(_progress(batches)) as bar:
+            _train_base(base, batches, bar)
             models, report = _convert(base, scheme, batches, bar)
             with new_folder(folder / MODEL, check) as new, quiet_transformers():
                 models["calibrated"].eval().save_pretrained(new)  # with the record of its calibration
                 tokenizer.save_pretrained(new)
                 write_card(new)
-                report["reloaded"] = _reload(models["calibrated"], batches["held_out"][0], new)
             _write(report, [], folder)
-            _say(f"   figure: {folder / PLOT}\n   checkpoint: {folder / MODEL}, {report['reloaded']}")
-            if more:
-                _train_on(models, batches, rate, bar, partial(_write, report, folder=folder))
+            _say(f"   figure: {folder / PLOT}\n   checkpoint: {folder / MODEL}")
+            _train_on(models, batches, rate, bar, partial(_write, report, folder=folder))
     finally:
         torch.set_num_threads(threads)
     print(f"\nwritten: {', '.join(str(folder / name) for name in WRITTEN)}")
@@ -102,39 +92,20 @@ def run_demo(
     print("then, with your own model and text: hf-qknorm convert CKPT NEW --data TEXT")
 
 
-def _prepare(
-    data: str | None, checkpoint: str | None, scheme: Scheme, base_steps: int, steps: int
-) -> tuple[Any, Any, Batches]:
-    """Tokenizer, model and batches. Batches come first: too little text is found before a model is loaded."""
-
-    def draw(tokenizer: Any, length: int) -> Batches:
-        text = load_text(data)
-        seen, rest = (tokenize(tokenizer, part) for part in (text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]))
-        sizes = {"base": (base_steps, BATCH), "calibration": (8, BATCH), "continued": (steps, RUN_BATCH)}
-        draws = enumerate(sizes.items(), start=1)
-        batches = {name: sample_batches(seen, *size, length, number) for number, (name, size) in draws}
-        return batches | {"held_out": sample_batches(rest, 4, BATCH, length, 0)}
-
-    if checkpoint is None:
-        tokenizer = byte_tokenizer()
-        return tokenizer, small_llama(2), draw(tokenizer, LENGTH)
-    source = open_source(checkpoint)
-    if isinstance(source.config, QKNormConfig):
-        raise ValueError(f"{source.name} is converted already: give the original checkpoint")
-    family_of(source.config)  # raises for a type that is not supported
-    require_causal(source.config)
-    check_scheme(source.config.model_type, source.config, scheme.resolve())
-    tokenizer = load_tokenizer(source.folder)
-    batches = draw(tokenizer, sequence_length(source.config))
-    check_batches([{"input_ids": batch} for batch in batches["held_out"]], source.config)
-    return tokenizer, load_causal(source, dtype=torch.float32), batches
+def _draw(tokenizer: Any, text: str, base_steps: int, steps: int) -> Batches:
+    """Batches from random places of the text, those that judge from its last tenth."""
+    seen, rest = (tokenize(tokenizer, part) for part in (text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]))
+    sizes = {"base": (base_steps, BATCH), "calibration": (8, BATCH), "continued": (steps, RUN_BATCH)}
+    draws = enumerate(sizes.items(), start=1)
+    batches = {name: sample_batches(seen, *size, LENGTH, number) for number, (name, size) in draws}
+    return batches | {"held_out": sample_batches(rest, 4, BATCH, LENGTH, 0)}
 
 
-def _progress(batches: Batches, *, trains_base: bool) -> Any:
+def _progress(batches: Batches) -> Any:
     """A bar over the whole demo; its unit is the work of training on a token."""
     tokens = {name: sum(batch.numel() for batch in found) for name, found in batches.items()}
-    total = tokens["base"] * trains_base + 4 * tokens["calibration"]  # a conversion is as much work
-    total += 4 * (tokens["continued"] + (LOOKS + 1) * tokens["held_out"] // 2) if tokens["continued"] else 0
+    total = tokens["base"] + 4 * tokens["calibration"]  # a conversion is as much work
+    total += 4 * (tokens["continued"] + (LOOKS + 1) * tokens["held_out"] // 2)
     return progress_bar(total=total, desc="starting", bar_format=BAR, mininterval=1, smoothing=0.02)
 
 
@@ -164,29 +135,8 @@ def _convert(base: Any, scheme: Scheme, batches: Batches, bar: Any) -> tuple[dic
     _say(f"converted: {converted.config.scheme}\n{aligned('', 'held-out loss', 'largest |logit|')}")
     for name, each in conversion.items():
         _say(aligned(name, f"{each.loss:.3f}", format_fixed(each.max_logit, 1)))
-    removed = _without_norms(converted, held_out)
-    for text in (f"calibrated: {calibration}", f"without norms: {removed}"):
-        _say(textwrap.fill(text, WIDTH, initial_indent="   ", subsequent_indent="   "))
-    report = {"scheme": scheme, "conversion": conversion, "calibration": calibration.to_dict()}
-    return models, {**report, "removed": removed}
-
-
-def _without_norms(model: Any, batches: list[Tensor]) -> str:
-    """The held-out loss of a copy of the model whose norms are removed, or the reason why they can't be."""
-    bare = copy.deepcopy(model)
-    try:
-        set_knee(bare, math.inf)
-        return f"held-out loss {mean_loss(remove_norms(bare), batches):.3f}"
-    except ValueError as error:
-        return f"not removed: {error}"
-
-
-def _reload(model: Any, batch: Tensor, folder: Path) -> str:
-    """Load the saved checkpoint, and compare its logits with the model's."""
-    again = AutoModelForCausalLM.from_pretrained(folder).eval()
-    with torch.no_grad():
-        difference = float((again(input_ids=batch).logits - model(input_ids=batch).logits).abs().max())
-    return f"reloaded as {type(again).__name__}: logits differ by {difference:g}"
+    _say(textwrap.fill(str(calibration), WIDTH, initial_indent="   ", subsequent_indent="   "))
+    return models, {"scheme": scheme, "conversion": conversion, "calibration": calibration.to_dict()}
 
 
 def _train_on(models: dict[str, Any], batches: Batches, rate: float, bar: Any, write: Callable[..., None]) -> None:

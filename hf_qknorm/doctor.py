@@ -150,11 +150,7 @@ def check_numbers() -> Finding:
     A dtype passes by the error budget of `ops/error_budget.py`.
     """
     device = _device()
-    try:
-        found = {dtype: attention_error(device, dtype) for dtype in DTYPES[device.type]}
-    except Exception as failure:  # drivers and compilers raise anything
-        text = f"attention fails on {device}: {type(failure).__name__}: {failure}"
-        return Finding("numbers", " ".join(text.split()), "problem")
+    found = {dtype: attention_error(device, dtype) for dtype in DTYPES[device.type]}
     right = all(each.passed for each in found.values())
     errors = ", ".join(f"{each.error:.1e} in {name} ({each.budget:.1e} is allowed)" for name, each in found.items())
     text = f"{'right' if right else 'wrong'} on {device}: relative error {errors}"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from matplotlib import colormaps
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from hf_qknorm.training.logit_log import LogitSample
 
 LARGEST = 1e12  # larger numbers are drawn here: axes overflow near the largest floats
-LETTERED = 24  # layers or heads up to which a number in each cell is legible
 COLUMNS = 400  # of a map of steps: in a longer log, a column shows the worst of several samples
 LINEAR = 8.0  # an axis with doublings is linear up to this logit, because it has no place for 0
 INK, GRID = "#333333", "#888888"
@@ -117,12 +115,7 @@ def draw_inspection(inspection: Inspection, path: str | Path) -> None:
 
 
 def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
-    """Draw the samples from `read_log`: the largest |logit| and the least entropy of each layer, by step.
-
-    Raises ValueError without a sample.
-    """
-    if not samples:
-        raise ValueError("there is nothing to draw: the log holds no sample yet")
+    """Draw the samples from `read_log`: the largest |logit| and the least entropy of each layer, by step."""
     names = dict.fromkeys(name for sample in samples for name in sample.layers)
     layers = [layer for sample in samples for layer in sample.layers.values()]
     starts = _ticks(len(samples), COLUMNS)
@@ -205,7 +198,7 @@ def _draw_runs(axes: Any, runs: Sequence[Any], field: str, label: str) -> None:
 
 
 def _draw_cells(figure: Figure, axes: Any, values: Rows, scale: Normalize, colours: str, label: str) -> Any:
-    """Draw a row of cells per layer, with numbers where they are legible; returns the colour bar above them."""
+    """Draw a row of cells per layer; returns the colour bar above them."""
     image = axes.imshow(values, norm=scale, cmap=colours, aspect="auto", interpolation="nearest")
     axes.tick_params(length=2, colors=INK, labelsize=8)
     axes.spines[:].set_visible(False)
@@ -214,13 +207,6 @@ def _draw_cells(figure: Figure, axes: Any, values: Rows, scale: Normalize, colou
     bar.set_label(label, fontsize=9, color=INK)
     bar.ax.tick_params(length=2, labelsize=8, colors=INK)
     bar.outline.set_visible(False)
-    if max(len(values), len(values[0])) <= LETTERED:
-        place: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8 if len(values[0]) <= 16 else 6}
-        for i, j in product(range(len(values)), range(len(values[0]))):
-            if math.isfinite(value := values[i][j]):
-                red, green, blue, _ = colormaps[colours](scale(value))
-                ink = "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.55 else INK
-                axes.text(j, i, f"{value:.1f}" if value < 9.95 else f"{value:.0f}", color=ink, **place)
     return bar
 
 

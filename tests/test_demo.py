@@ -18,7 +18,6 @@ from hf_qknorm import Calibration, cli, plots
 from hf_qknorm import demo as demo_module
 from hf_qknorm.demo import run_demo
 from hf_qknorm.scheme import SCHEMES
-from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 
 FILES = ["demo.json", "demo.png", "model"]
@@ -55,14 +54,11 @@ def test_a_demo_prints_and_writes_everything(here, capsys):
     ]
     for run in report["runs"]:
         assert list(run["measured"]) == ["0", "1", "2"]
-        assert run["measured"]["0"] == report["conversion"][run["model"]]
+        assert run["measured"]["0"] == pytest.approx(report["conversion"][run["model"]])  # C++ kernels may come between
         assert f"{run['measured']['2']['loss']:.3f}" in printed
-    assert report["reloaded"] == "reloaded as QKNormLlamaForCausalLM: logits differ by 0"
-    assert report["removed"].startswith("not removed: the norms hold no mean length")  # the random model needs none
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(os.listdir(out)) == FILES
-    for text in ("logits differ by 0", "figure: my demo/"):
-        assert text in printed
+    assert "figure: my demo/" in printed
     assert max(map(len, printed.splitlines())) <= 120
     check_checkpoint(out / "model", report)
     line = next(line for line in printed.splitlines() if line.startswith("next step: "))
@@ -112,34 +108,19 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
     assert AutoModelForCausalLM.from_pretrained("out/model").config.scheme.softcap == 50
 
 
-@pytest.mark.usefixtures("undrawn")
-@pytest.mark.costly
-def test_a_checkpoint_is_converted_and_not_trained(here, capsys):
-    model = tiny_model("llama", vocab_size=257, max_position_embeddings=512, initializer_range=0.5)
-    save_with_tokenizer(model, here / "source")
-    assert cli.main(["demo", "--data", "corpus.txt", "--checkpoint", "source", "--out", "out"]) == 0
-    report, printed = json.loads((here / "out" / "demo.json").read_text()), capsys.readouterr().out
-    assert report["runs"] == []
-    loss = float(report["removed"].removeprefix("held-out loss "))
-    assert loss == pytest.approx(report["conversion"]["unpatched"]["loss"], abs=0.05)
-    assert f"   without norms: {report['removed']}" in printed
-    assert "trained on" not in printed
-
-
-@pytest.mark.parametrize(("checkpoint", "expected"), [(None, 1), ("CKPT", 2)])
-def test_the_small_llama_computes_with_one_thread(here, monkeypatch, checkpoint, expected):
+def test_the_small_llama_computes_with_one_thread(here, monkeypatch):
     seen = []
 
     def stop(*_: object) -> None:
         seen.append(torch.get_num_threads())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(demo_module, "_prepare", stop)
+    monkeypatch.setattr(demo_module, "small_llama", stop)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         with pytest.raises(KeyboardInterrupt):
-            run_demo(checkpoint=checkpoint)
-        assert (seen, torch.get_num_threads()) == ([expected], 2)
+            run_demo()
+        assert (seen, torch.get_num_threads()) == ([1], 2)
     finally:
         torch.set_num_threads(before)

@@ -101,10 +101,9 @@ def test_wrong_numbers_and_failures_are_problems(monkeypatch):
 
     monkeypatch.setattr(raw_heads, "fused_attention", lambda *_: None)  # which a GPU takes in place of the function
     for function, text in {
-        uncapped: f"wrong on {DEVICE}",
-        failing: f"attention fails on {DEVICE}: RuntimeError: no kernel image is available",
+        uncapped: f"numbers      PROBLEM: wrong on {DEVICE}",
+        failing: "machine      PROBLEM: RuntimeError: no kernel image is available",
     }.items():
         monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "hf_qknorm", function)
-        found = doctor.check_numbers()
-        assert found.level == "problem"
-        assert found.text.startswith(text)
+        *_, found = doctor.examine()
+        assert str(found).startswith(text)

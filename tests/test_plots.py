@@ -34,7 +34,7 @@ def calibration(layers: int, size: float) -> Calibration:
     before, after = made_up(layers, 4, 3 * size), made_up(layers, 4, size, seed=1)
     found = {name: LayerReport(before[name], after[name]) for name in before}
     predictions = Prediction(2.0), Prediction(3.0), Prediction(2.1)
-    return Calibration("moments", 10, SCHEMES["qk_norm_cap"].resolve(), 50.0, *predictions, found)
+    return Calibration(10, SCHEMES["qk_norm_cap"].resolve(), 50.0, *predictions, found)
 
 
 def inspection(layers: int, heads: int, size: float = 10.0) -> Inspection:
@@ -101,8 +101,6 @@ def test_an_inspection_shows_every_head(figures, tmp_path):
     for axes, field in ((left, "max_logit"), (right, "entropy")):
         shown = torch.tensor(axes.images[0].get_array().tolist())
         torch.testing.assert_close(shown, torch.tensor([getattr(layer, field) for layer in found.layers.values()]))
-        assert len(axes.texts) == 16
-    assert right.texts[0].get_text() == f"{found.layers['layers.0'].entropy[0]:.1f}"
 
 
 @pytest.mark.parametrize("count", [3, 1001])
@@ -115,8 +113,3 @@ def test_a_log_is_a_map_of_layers_and_steps_with_the_worst_head_of_each(figures,
         assert shown.shape == (3, min(count, 334))
         expected = [worst(worst(getattr(x.layers[f"layers.{i}"], field)) for x in found) for i in range(3)]
         assert [worst(row) for row in shown.tolist()] == expected
-
-
-def test_an_empty_log_is_refused():
-    with pytest.raises(ValueError, match="holds no sample yet"):
-        draw_log([], "map.png")

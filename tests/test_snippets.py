@@ -95,7 +95,7 @@ def test_python_runs_and_prints_what_the_page_shows(snippet):
     text = printed(snippet)
     if snippet == README:
         assert words(text).startswith(
-            "moments, knee #, sharpness #: loss # unpatched, # with fresh gains, # calibrated"
+            "calibrated, knee #, sharpness #: loss # unpatched, # with fresh gains, # with gains"
         )
     elif snippet.output is not None:
         assert text == snippet.output

@@ -148,7 +148,6 @@ def _report(model: Any, batches: Batches, judged: Batches, **numbers: Any) -> Ca
     found = evaluate(model, judged, cap)
     from_hub = bool(getattr(model.config, "_commit_hash", None))  # a folder has none
     return Calibration(
-        method="moments",
         tokens=count_tokens(batches),
         scheme=model.config.scheme,
         cap=cap,

@@ -154,7 +154,7 @@ class ClosedFormGains:
             tried = () if text is sample else knees
             self.sums = {key: NormSums(norm, tried, powers[key], sharpness, exportable) for key, norm in norms.items()}
             with observed_inputs(model, {found.norm: found.add for found in self.sums.values()}) as run:
-                for batch in progress_bar(text, desc="moments", unit="batch"):
+                for batch in progress_bar(text, desc="gains", unit="batch"):
                     run(batch)
             powers = {key: found.power.value for key, found in self.sums.items()}
             if text is batches and all(found.covers(knee) for found in self.sums.values() for knee in knees):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Final
@@ -92,23 +92,6 @@ def search_knee(
     return dict(sorted(tried.items()))
 
 
-def tried_knees(
-    model: Any, batches: Batches, knees: Sequence[float], kept: list[ModelOutput]
-) -> Iterator[tuple[float, Prediction, Prediction]]:
-    """Set one knee after the other, and yield it with the predictions unpatched and patched, of a language model.
-
-    Gains are closed-form, and norms as sharp as `calibrate` makes them. One pass over `batches` serves all knees;
-    `kept` is as for `predictions`.
-    """
-    gains = ClosedFormGains(model, batches, [], knees, SHARPNESS)
-    for knee in knees:
-        gains.apply(knee)
-        base, own = predictions(model, batches, kept)
-        assert base is not None
-        assert own is not None
-        yield knee, base, own
-
-
 @contextmanager
 def undone_calibration(model: Any) -> Iterator[None]:
     """Eval mode for the duration; any exception leaves a patched model as it was.
@@ -122,5 +105,6 @@ def undone_calibration(model: Any) -> Iterator[None]:
         folded = [layer for layer in patched_layers(model).values() if layer.removed_norm]
         for layer in folded if folded and not is_exact(model) else ():  # of an offloaded model biases can't be read
             for part in layer.family.style.weights:
-                keep(layer.get_submodule(part).weight)
+                projection: Any = layer.get_submodule(part)
+                keep(projection.weight)
         yield

@@ -96,7 +96,7 @@ def convert_checkpoint(
     chosen: dict[str, Any] = {"knee": knee, "max_loss_increase": max_loss_increase, "exportable": exportable}
     if data is None:
         for name, value in {"length": length, "max_tokens": max_tokens, **chosen}.items():
-            if value not in (None, False):
+            if value is not None and value is not False:  # a knee of 0 is a wish
                 raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
     else:
         resolve_knee(scheme, **chosen)  # raises for wrong arguments
@@ -107,7 +107,8 @@ def convert_checkpoint(
     check_folder(destination, overwrite=overwrite, sources=[src, data])
     source = open_source(src)
     _patch_on_meta(source, scheme, standalone, exportable)
-    max_tokens = TRIED_TOKENS if dry_run else max_tokens or MAX_TOKENS
+    max_tokens = MAX_TOKENS if max_tokens is None else max_tokens
+    max_tokens = min(max_tokens, TRIED_TOKENS) if dry_run else max_tokens
     batches = None
     if names_a_path(data) or not (data is None or dry_run):  # a dry run would use up an iterator
         batches = _batches(source, data, length, max_tokens)

@@ -50,8 +50,6 @@ def advise(found: Inspection) -> Advice:
     """The scheme for this model: the numbers that decide, and the next command or call."""
     (worst, layer), own, largest, base = found.ranked[0], found.own_cap, found.largest, found.base
     seen = f"the largest |logit| is {largest:.1f} ({worst}, head {layer.max_logit.index(largest)})"
-    if collapsed := sum(len(each.collapsed(found.cap)) for each in found.layers.values()):
-        seen += f"; {collapsed} heads with large logits attend to hardly more than one token"
     if (own is not None or found.normed) and largest <= (2 * own if own is not None else found.cap / 2):
         bound = f", at most {found.bound:.0f} for any input" if found.bound is not None else ""
         kept = f"its cap of {own:g} bounds them" if own is not None else f"its norms bound them{bound}"

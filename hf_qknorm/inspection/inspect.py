@@ -14,7 +14,8 @@ from typing import Any, Final
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from hf_qknorm.calibration.knees import KNEES, LIMIT, cost, tried_knees
+from hf_qknorm.calibration.gains import ClosedFormGains
+from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, cost
 from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source
 from hf_qknorm.families import family_of
 from hf_qknorm.files.log import logger
@@ -167,7 +168,12 @@ def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) ->
     knees: dict[float, Prediction] = {}
     chosen = None
     with _patched(model, scheme):
-        for knee, base, own in tried_knees(model, judged, SWEPT, kept):
+        gains = ClosedFormGains(model, judged, [], SWEPT, SHARPNESS)  # one pass for all knees, as sharp as calibrate's
+        for knee in SWEPT:
+            gains.apply(knee)
+            base, own = predictions(model, judged, kept)
+            assert base is not None
+            assert own is not None
             knees[knee] = _as_of_all(whole, base, own, worst_bound(model))
             if chosen is not None:  # the next larger one, as a margin
                 chosen = knee

@@ -67,9 +67,8 @@ def _mean_squares(projection: Any) -> Tensor:
 def attention_head_weights(model: nn.Module) -> dict[str, dict[str, HeadWeights]]:
     """The weights of queries and keys of each attention layer of `model`: layer name → part name → `HeadWeights`.
 
-    The model may be unpatched. The parts are "q" and "k"; in multi-head latent attention "dq" and "dkv" (down to the
-    latents, one part for all heads), "uq" and "uk" (up from them, per head), "qr" and "kr" (with RoPE; kr is shared).
-    Without a latent for the queries there is no "dq".
+    The model may be unpatched. The parts are "q" and "k"; in multi-head latent attention "uq" and "uk" (up from the
+    latents), and "qr" (of queries, with RoPE). The key with RoPE, which all heads share, is none of them.
 
     Raises ValueError for a model without a layer of a known family, and for projections without a plain weight.
     """
@@ -163,23 +162,16 @@ def _parts(name: str, layer: Any, family: Family) -> dict[str, HeadWeights]:
 
 
 def _latent_parts(name: str, layer: Any) -> dict[str, HeadWeights]:
-    plain, turned, latent = layer.qk_nope_head_dim, layer.qk_rope_head_dim, layer.kv_lora_rank
+    plain, turned = layer.qk_nope_head_dim, layer.qk_rope_head_dim
     has_latent = getattr(layer, "q_a_proj", None) is not None  # for the queries
-    q = _projection(name, layer, "q_b_proj" if has_latent else "q_proj")
-    down, up = (_projection(name, layer, part) for part in ("kv_a_proj_with_mqa", "kv_b_proj"))
+    q, up = (_projection(name, layer, part) for part in ("q_b_proj" if has_latent else "q_proj", "kv_b_proj"))
     head_dim = plain + turned
     heads = _size(q) // head_dim
-    parts = {
+    return {
         "uq": HeadWeights(q, heads, plain, head_dim),
         "qr": HeadWeights(q, heads, turned, head_dim, plain),
-        "dkv": HeadWeights(down, 1, latent, latent),
-        "kr": HeadWeights(down, 1, turned, turned, latent),
         "uk": HeadWeights(up, heads, plain, _size(up) // heads),
     }
-    if has_latent:
-        width = layer.q_lora_rank
-        parts["dq"] = HeadWeights(_projection(name, layer, "q_a_proj"), 1, width, width)
-    return parts
 
 
 def _size(projection: Any) -> int:

@@ -14,13 +14,12 @@ from pydantic_core import to_jsonable_python
 from hf_qknorm.files.formatting import shorten
 
 FORMAT: Final = 1  # of reports and logs
-COLLAPSED = 0.1  # of the entropy of even attention: a head below it attends to hardly more than one token
 STRICT: Final = ConfigDict(extra="forbid", strict=True)  # as files are not to be trusted
 NAMED: Final = 3  # errors in a message
 PATH: Final = re.compile(r"[\w.\[\]-]{1,300}", re.ASCII)  # to a field, with a layer's name in it
 
 Numbers = Annotated[tuple[float, ...], Field(min_length=1, max_length=10_000)]  # of heads
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,200}$")]  # a layer's path, or a method
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.]{1,200}$")]  # a layer's path
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 T = TypeVar("T")
 
@@ -70,12 +69,6 @@ class LayerStatistics:
     gain_q: float | None = None
     gain_k: float | None = None
     bound: float | None = None
-
-    def collapsed(self, cap: float) -> tuple[int, ...]:
-        """The heads with |logit| over half the cap and an entropy under a tenth of even attention's."""
-        # low entropy with small logits is normal: heads that attend to the previous token have it from the start
-        heads = zip(self.entropy, self.max_logit, strict=True)
-        return tuple(i for i, (nats, logit) in enumerate(heads) if nats < COLLAPSED * self.even and logit > cap / 2)
 
 
 @dataclass(frozen=True)

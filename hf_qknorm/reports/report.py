@@ -37,11 +37,11 @@ class Calibration:
     three are None for a model without a language-modelling head. Losses are in nats per token. `layers` has the
     `LayerReport` of every attention layer by name; its shares of large logits are relative to `cap`. `tokens` is the
     number of tokens of the data, `judged` the number of them that all this was measured on, in sequences of up to
-    `length`; `context` is the longest sequence that the model is for (None where unknown). `base_model` and `dataset`
-    are the Hub names of the model and the text, None for local ones. `knees` has the prediction with each knee that was
-    tried; the norms' own is `knee`, 0 for plain ones, and their sharpness is `sharpness`. `output_error` is the
-    relative error of the last hidden states, for a model without a language-modelling head; of an encoder of images
-    `tokens` and `judged` count images, and `length` is None.
+    `length`; `context` is the longest sequence that the model is for (None where unknown). `base_model` is the Hub
+    name of the model, None for a local one. `knees` has the prediction with each knee that was tried; the norms' own is
+    `knee`, 0 for plain ones, and their sharpness is `sharpness`. `output_error` is the relative error of the last
+    hidden states, for a model without a language-modelling head; of an encoder of images `tokens` and `judged` count
+    images, and `length` is None.
 
     Training that follows does not change these numbers.
 
@@ -55,7 +55,6 @@ class Calibration:
 
     __pydantic_config__: ClassVar[ConfigDict] = records.STRICT
 
-    method: Name
     tokens: Count
     scheme: SchemeField
     cap: Size
@@ -65,7 +64,6 @@ class Calibration:
     layers: Annotated[Mapping[Name, LayerReport], Field(max_length=10_000)]
     judged: Count | None = None
     base_model: HubName = None
-    dataset: HubName = None
     knees: Annotated[Mapping[KneeSize, Prediction], Field(max_length=1_000)] = field(default_factory=dict)
     knee: float = 0.0
     sharpness: float = 1.0
@@ -86,9 +84,9 @@ class Calibration:
 
     @property
     def title(self) -> str:
-        """The method, the knee and its sharpness."""
+        """The knee, if any, and its sharpness."""
         sharp = f", sharpness {self.sharpness:g}" if self.sharpness > 1 else ""
-        return self.method + (f", knee {self.shown_knee}{sharp}" if self.knee else "")
+        return "calibrated" + (f", knee {self.shown_knee}{sharp}" if self.knee else "")
 
     @property
     def shown_knee(self) -> str:
@@ -108,7 +106,7 @@ class Calibration:
             return f"{self.title}: gains from {self.tokens:,} {'images' if images else 'tokens'}{error}{bound}"
         return (
             f"{self.title}: loss {self.base.loss:.3f} unpatched, {self.ones.loss:.3f} with fresh gains, "
-            f"{self.chosen.loss:.3f} calibrated on {self.tokens:,} tokens; KL {self.chosen.kl:.4f}{bound}"
+            f"{self.chosen.loss:.3f} with gains from {self.tokens:,} tokens; KL {self.chosen.kl:.4f}{bound}"
         )
 
     def table(self) -> str:
@@ -117,7 +115,7 @@ class Calibration:
         predictions = {"unpatched": self.base, "fresh gains": self.ones, **tried, self.title: self.chosen}
         layers = {name: (layer.before, layer.after) for name, layer in self.layers.items()}
         return tables.page(
-            f"{self.method} on {self.tokens:,} tokens: {self.scheme}",
+            f"calibrated on {self.tokens:,} tokens: {self.scheme}",
             tables.predictions_table(predictions),
             tables.layers_table(layers, self.cap),
             tables.context_note(self.length, self.context),

@@ -6,10 +6,8 @@ and ₀ its value before the first step. W_K's are scaled in the same way by |q|
 weights. With a bias b, |k|² = ‖W_K‖² + ‖b‖².
 
 Source: Anson & Aitchison 2025 (arXiv 2511.21377), lemma 1 and algorithm 1. Not in the paper: biases; and several query
-heads that share a key head count by the largest of their sizes. For latent attention the paper's algorithm 2 multiplies
-the norms of all weights from the input to the head. The models here norm their latents, so that the weights W_D before
-a latent do not change its size: they do not count for the others, and their own rates are relative to the latent before
-its norm, τ times the ratio of |W_D·x|/(|q|·|k|) to its initial value.
+heads that share a key head count by the largest of their sizes. Latent attention, whose parts the paper multiplies by
+the norms of all weights before them, is refused: the models here norm their latents.
 """
 
 from __future__ import annotations
@@ -68,9 +66,9 @@ class QuacK(Optimizer):
 
     Logs a warning for a model with norms of queries or keys, which remove the sizes that the rates depend on.
 
-    Raises ValueError for a model with projections of an unknown kind, for an optimiser without their weights (as after
-    FSDP1, which flattens them), for a head whose weights are all zero, and for a `tau` that is not positive. Source:
-    Anson & Aitchison 2025 (arXiv 2511.21377).
+    Raises ValueError for a model with latent attention or projections of an unknown kind, for an optimiser without
+    their weights (as after FSDP1, which flattens them), for a head whose weights are all zero, and for a `tau` that is
+    not positive. Source: Anson & Aitchison 2025 (arXiv 2511.21377).
     """
 
     param_groups = _delegated("param_groups")
@@ -83,9 +81,12 @@ class QuacK(Optimizer):
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
+        found = attention_layers(model)
+        if latent := next((name for name, _, family in found if family.latent), None):
+            raise ValueError(f"{latent} caches a latent, for which QuacK has no rates: take QKClip, or a cap (softcap)")
         self.layers = attention_head_weights(model)
         self._own()  # raises without these weights
-        if any(normed_sides(layer, family) for _, layer, family in attention_layers(model)):
+        if any(normed_sides(layer, family) for _, layer, family in found):
             logger.warning(
                 "this model norms its queries or keys, and QuacK's rates follow the sizes that the norms remove: leave "
                 "QuacK out, or train without these norms"
@@ -163,26 +164,10 @@ class QuacK(Optimizer):
 
 
 def learning_rates(present: ByPart) -> ByPart:
-    """The learning rates of a layer's parts up to a constant, `[heads]`, from the sizes of their outputs, `[heads]`."""
-    return (_rates if "q" in present else _latent_rates)(present)
-
-
-def _rates(outputs: ByPart) -> ByPart:
-    """The rates of queries and keys."""
-    q, k = outputs["q"], outputs["k"]
+    """The rates of a layer's queries and keys up to a constant, `[heads]`, from their present sizes, `[heads]`."""
+    q, k = present["q"], present["k"]
     group = len(q) // len(k)
     return {"q": 1 / k.repeat_interleave(group), "k": 1 / q.view(-1, group).amax(1)}
-
-
-def _latent_rates(outputs: ByPart) -> ByPart:
-    """The rates where norms follow the weights down to the latents, `dq` and `dkv`.
-
-    A step of these changes the normed latent by the step's size over the size of the latent before the norm.
-    """
-    uq, qr, uk, kr, dkv = (outputs[name] for name in ("uq", "qr", "uk", "kr", "dkv"))
-    plain, rotated = (uq * uk).amax(0, keepdim=True), qr.amax(0, keepdim=True)
-    rates = {"uq": 1 / uk, "uk": 1 / uq, "qr": (1 / kr).expand_as(qr), "kr": 1 / rotated, "dkv": dkv / plain}
-    return rates if "dq" not in outputs else rates | {"dq": outputs["dq"] / torch.maximum(plain, rotated * kr)}
 
 
 def _check_sizes(layer: str, present: ByPart) -> None:

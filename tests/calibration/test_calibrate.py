@@ -149,4 +149,4 @@ def test_a_scheme_without_gains_has_nothing_to_calibrate(scheme):
     model = patch_model(tiny_model("llama"), scheme)
     report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)])
     assert report.loss == report.ones.loss
-    assert str(report).startswith("moments: loss ")
+    assert str(report).startswith("calibrated: loss ")

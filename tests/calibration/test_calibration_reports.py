@@ -80,7 +80,7 @@ def test_without_a_language_modelling_head_there_are_no_predictions():
     end = (
         f"hidden states change by {report.output_error:.2%}; |logit| ≤ {report.bound:.1f} for any input, up to rounding"
     )
-    assert str(report) == f"moments: gains from 40 tokens; {end}"
+    assert str(report) == f"calibrated: gains from 40 tokens; {end}"
     assert "perplexity" not in report.table()
     assert "layers.0.self_attn" in report.table()
     assert Calibration.from_dict(report.to_dict()) == report

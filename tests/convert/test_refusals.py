@@ -185,6 +185,8 @@ def test_other_refusals(llama, tmp_path):
         ((biased, tmp_path / "new", "qkv_norm"), r"can't fold the biases .*exactly.* Pass data="),
         ((llama, tmp_path / "new", "qk_norm", {"knee": "guess", "data": ["text"]}), "knee='guess': expected"),
         ((llama, tmp_path / "new", "qk_norm", {"max_loss_increase": 0.1}), "max_loss_increase is for a calibration"),
+        ((llama, tmp_path / "new", "qk_norm", {"knee": 0}), "knee is for a calibration"),
+        ((llama, tmp_path / "new", "qk_norm", {"data": [TEXT], "max_tokens": 0}), "max_tokens=0: expected at least 1"),
         (
             (llama, tmp_path / "new", "qk_norm", {"data": [TEXT], "max_loss_increase": -9.0}),
             "more than max_loss_increase=-9",

@@ -50,13 +50,6 @@ def test_layers_are_ranked_by_their_largest_logit():
     assert rows[0][2:] == ["120.0", "3.00"]
 
 
-@pytest.mark.parametrize(("entropy", "named"), [(0.44, True), (0.46, False)])
-def test_collapsed_heads_are_counted(entropy, named):
-    # head 0 has a low entropy, but small logits: that is no collapse
-    reasons = advise(inspection({"layer": layer(1.0, 30.0, entropy=entropy)})).reasons
-    assert ("1 heads with large logits attend to hardly more than one token" in reasons[0]) == named
-
-
 CAPPED = {"soft_cap": CHEAP}
 DEAR_CAPS = {"soft_cap": DEAR, "Scheme(softcap=140.0)": DEAR}
 CASES = {

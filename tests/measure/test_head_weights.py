@@ -34,8 +34,7 @@ def heads_made(model_type: str, layer: nn.Module, x: Tensor) -> dict[str, Tensor
         return {"q": q, "k": k}
     width = layer.qk_nope_head_dim
     keys, _ = layer.expand_kv(k.transpose(1, 2), v.transpose(1, 2))
-    made = {"uq": q[..., :width], "qr": q[..., width:], "uk": keys.transpose(1, 2)[..., :width], "dkv": k, "kr": v}
-    return made | ({"dq": q.flatten(2).unsqueeze(2)} if getattr(layer, "q_a_proj", None) else {})
+    return {"uq": q[..., :width], "qr": q[..., width:], "uk": keys.transpose(1, 2)[..., :width]}
 
 
 @pytest.mark.parametrize(("model_type", "settings"), CASES, ids=lambda x: x if isinstance(x, str) else "-".join(x))
@@ -47,8 +46,8 @@ def test_parts_are_the_rows_of_the_heads(model_type, settings):
         return
     for name, parts in attention_head_weights(model).items():
         layer = model.get_submodule(name)
-        first = parts["q"] if "q" in parts else parts["dkv"]
-        x = torch.randn(2, 9, first.weight.shape[0 if isinstance(first.projection, Conv1D) else 1])
+        first = parts["q"].projection if "q" in parts else layer.kv_a_proj_with_mqa
+        x = torch.randn(2, 9, first.weight.shape[0 if isinstance(first, Conv1D) else 1])
         made = heads_made(model_type, layer, x)
         assert set(made) == set(parts)
         for side, part in parts.items():

@@ -75,7 +75,6 @@ def outcome(call: Callable[[], Any]) -> Any:
 SIDE = LayerStatistics((60.0, 20.0), (0.5, 1.5), (0.1, 0.3), (0.02, 0.04), gain_q=2.0, bound=150.0)
 LAYER = LayerReport(SIDE, SIDE)
 REPORT = Calibration(
-    "moments",
     10,
     Scheme(q="rms"),
     50.0,

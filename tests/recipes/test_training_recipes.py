@@ -164,7 +164,7 @@ def test_lora_trains_the_gains_and_merges_exactly(text, checkpoint, tmp_path, ca
     lines = capsys.readouterr().out.splitlines()
     stages = [
         "calibrating qk_norm",
-        "moments",
+        "calibrated",
         "held-out loss, converted",
         "training for 4 steps",
         "held-out loss, after",

@@ -22,13 +22,13 @@ def example(layers: int = 2) -> Calibration:
         f"layers.{i}": LayerReport(before, dataclasses.replace(after, max_logit=(8.0 + i, 7.0))) for i in range(layers)
     }
     predictions = Prediction(1.415), Prediction(1.905, 0.5, 0.6), Prediction(1.531, 0.1097, 0.9)
-    return Calibration("moments", 199_936, SCHEMES["soft_cap"], 50.0, *predictions, reports)
+    return Calibration(199_936, SCHEMES["soft_cap"], 50.0, *predictions, reports)
 
 
 def test_the_text_and_the_properties():
     report = example()
     assert str(report) == (
-        "moments: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 calibrated on 199,936 tokens; KL 0.1097"
+        "calibrated: loss 1.415 unpatched, 1.905 with fresh gains, 1.531 with gains from 199,936 tokens; KL 0.1097"
     )
     assert (report.loss, report.kl) == (1.531, 0.1097)
     assert report.base.perplexity == pytest.approx(math.exp(1.415))
@@ -52,10 +52,10 @@ def with_a_knee(layers: int = 2) -> Calibration:
 
 def test_text_and_table_have_the_knee_and_its_bound():
     report = with_a_knee(layers=15)
-    assert str(report).startswith("moments, knee 4: loss 1.415 unpatched")
+    assert str(report).startswith("calibrated, knee 4: loss 1.415 unpatched")
     assert str(report).endswith("; KL 0.1097; |logit| ≤ 164.0 for any input, up to rounding")
     lines = [line.split() for line in report.table().splitlines()]
-    assert ["moments,", "knee", "4", "1.531", "4.62", "0.1097", "90.0%"] in lines
+    assert ["calibrated,", "knee", "4", "1.531", "4.62", "0.1097", "90.0%"] in lines
     assert ["knee", "0", "1.700", "5.47", "0.2000", "80.0%"] in lines
     cells = "calm 60.0 → 22.0 0.50 → 2.00 20.00% → 0.00% 164.0 1.5, -"
     assert lines.index(["layers.14", *cells.split()]) < next(i for i, x in enumerate(lines) if x[:1] == ["layers.13"])
@@ -79,12 +79,13 @@ def test_json_round_trip():
     ("path", "value", "message"),
     [
         ("format", 2, "report: format: Input should be 1, got 2"),
-        ("method", ..., "report: method: Field required$"),
+        ("tokens", ..., "report: tokens: Field required$"),
+        ("base_model", 3, "report: base_model: Input should be a valid string, got 3"),
         ("speed", 3, "report: speed: Unexpected keyword argument, got 3"),
-        ("method", "| moments |", "report: method: String should match pattern .*, got '| moments |'"),
+        ("tokens", 1.5, "report: tokens: Input should be a valid integer, got 1.5"),
         ("tokens", -1, "report: tokens: Input should be greater than or equal to 0, got -1"),
         ("base_model", "/home/me/llama", "report: base_model: .*expected a name on the Hub"),
-        ("dataset", "a/b\n---", "report: dataset: .*expected a name on the Hub"),
+        ("base_model", "a/b\n---", "report: base_model: .*expected a name on the Hub"),
         ("scheme", {"qq": "rms"}, "report: scheme: .*unknown scheme field 'qq'"),
         ("cap", float("nan"), "report: cap: Input should be "),
         ("cap", 0, "report: cap: Input should be greater than 0, got 0"),
@@ -121,7 +122,7 @@ def test_errors_name_the_file(tmp_path):
     for text, message in {
         "{": "report.json: Invalid JSON",
         "[]": r"report.json: Input should be .*, got \[\]",
-        '{"a":' * 150 + "1" + "}" * 150: "report.json: method: Field required; .*; and 6 more",
+        '{"a":' * 150 + "1" + "}" * 150: "report.json: tokens: Field required; .*; and 5 more",
     }.items():
         file.write_text(text)
         with pytest.raises(ValueError, match=message):
