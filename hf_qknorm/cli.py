@@ -68,19 +68,20 @@ def _options(
 @command()
 def demo(
     data: Data = None,
+    checkpoint: Annotated[str | None, Option(metavar="CKPT", help="Start from this instead of a small Llama.")] = None,
     scheme: SchemeOption = "qk_norm_cap",
     base_steps: Annotated[int, Option(min=1, metavar="N", help="Steps of training for the small Llama.")] = 120,
-    steps: Annotated[int, Option(min=1, metavar="N", help="Steps of continued training.")] = 120,
+    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of continued training: 120.")] = None,
     rate: Annotated[float, Option(min=1e-12, max=1, metavar="N", help="The usual rate; ten times it runs too.")] = 1e-3,
     out: Out = "./qknorm-demo",
 ) -> None:
     """Train, convert, train on, compare and plot a small model.
 
-    Downloads nothing. inspect and convert take a model of yours.
+    Downloads nothing. A --checkpoint is converted and compared, and trained on with --steps alone.
     """
     from hf_qknorm.demo import run_demo
 
-    run_demo(data, scheme, base_steps=base_steps, steps=steps, rate=rate, out=out)
+    run_demo(data, checkpoint, scheme, base_steps=base_steps, steps=steps, rate=rate, out=out)
 
 
 @command()
@@ -262,7 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(message: str, status: int) -> int:
     """Print the message in one line, of a long one the beginning; return the status."""
-    echo(f"hf-qknorm: {shorten(message, 4_000, placeholder=' …')}", err=True)
+    echo(f"hf-qknorm: {shorten(message, 4_000, placeholder=' …')}", err=True)  # the list of model types has 2300
     return status
 
 

@@ -18,14 +18,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_qknorm.calibration.calibrate import calibrate
-from hf_qknorm.checkpoint import quiet_transformers
+from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source, quiet_transformers
 from hf_qknorm.convert.card import write_card
+from hf_qknorm.families import check_scheme, family_of
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.paths import check_folder, check_writable, user_path
 from hf_qknorm.files.progress import progress_bar
-from hf_qknorm.measure.text import check_text, load_text, sample_batches, tokenize
+from hf_qknorm.measure.batches import check_batches
+from hf_qknorm.measure.predictions import require_causal
+from hf_qknorm.measure.text import check_text, load_text, sample_batches, sequence_length, tokenize
+from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
 from hf_qknorm.reports.records import to_json
 from hf_qknorm.reports.report import save_json
@@ -34,7 +38,7 @@ from hf_qknorm.small_model import LENGTH, Run, aligned, byte_tokenizer, mean_los
 
 REPORT, PLOT, MODEL = WRITTEN = ("demo.json", "demo.png", "model")
 BATCH, RUN_BATCH = 8, 4  # sequences in a batch, and in one of continued training
-BASE_RATE, TIMES = 2e-3, 10  # of the small Llama; of the usual rate, for two runs
+STEPS, BASE_RATE, TIMES = 120, 2e-3, 10  # of continued training; of the small Llama; of the usual rate, for two runs
 LOOKS = 6  # evaluations of a run after the first
 WIDTH = 118  # characters of a line with a text
 Batches = dict[str, list[Tensor]]
@@ -43,40 +47,40 @@ BAR: Final = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, about {rema
 
 def run_demo(
     data: str | None = None,
+    checkpoint: str | None = None,
     scheme: Scheme | str = "qk_norm_cap",
     *,
     base_steps: int = 120,
-    steps: int = 120,
+    steps: int | None = None,
     rate: float = 1e-3,
     out: str = "./qknorm-demo",
 ) -> None:
     """Run the demo: print its progress and results, and write report, figure and model into the folder `out`.
 
     The converted model, report and figure replace those of an earlier demo, each as a whole: report and figure after
-    the conversion, and after each run. The Llama is so small that it computes with one thread.
+    the conversion, and after each run. The small Llama computes with one thread; a checkpoint, not trained on by
+    default, with as many as torch has.
 
-    Raises, before any work, ValueError for a scheme that changes nothing; OSError for a folder that can't be written
-    to, or that holds other files than a checkpoint under the name of the model's.
+    Raises OSError, before any work, for a folder that can't be written to, or that holds other files than a checkpoint
+    under the name of the model's.
     """
     folder, scheme = user_path(out, "out"), Scheme.of(scheme)
-    if scheme.changes_nothing:
-        raise ValueError("this scheme changes nothing, so that there is nothing to compare: give another one")
     check_writable(folder / REPORT, folder / PLOT)
-    check = partial(check_folder, folder / MODEL, overwrite=True, sources=[data])
+    check = partial(check_folder, folder / MODEL, overwrite=True, sources=[checkpoint, data])
     check()
     check_text(data)
     logger.setLevel(logging.ERROR)  # the tables have the same numbers
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    threads, more = torch.get_num_threads(), STEPS if steps is None and checkpoint is None else steps or 0
+    torch.set_num_threads(1 if checkpoint is None else threads)
     torch.manual_seed(0)
     try:
-        tokenizer, base, text = byte_tokenizer(), small_llama(2), data or "Python's standard library"
-        batches = _draw(tokenizer, load_text(data), base_steps, steps)
-        print(f"Demo: convert a small Llama to {scheme}, and train it on beside the unpatched model.")
-        print("Ctrl-C keeps the results so far.")
+        tokenizer, base, batches = _prepare(data, checkpoint, scheme, base_steps, more)
+        then, text = ", and train it on beside the unpatched model" * bool(more), data or "Python's standard library"
+        print(f"Demo: convert {checkpoint or 'a small Llama'} to {scheme}{then}.\nCtrl-C keeps the results so far.")
         print(f"Losses are in nats per token, on the last tenth of the text: {text}.\n", flush=True)
-        with closing(_progress(batches)) as bar:
-            _train_base(base, batches, bar)
+        with closing(_progress(batches, trains_base=checkpoint is None)) as bar:
+            if checkpoint is None:
+                _train_base(base, batches, bar)
             models, report = _convert(base, scheme, batches, bar)
             with new_folder(folder / MODEL, check) as new, quiet_transformers():
                 models["calibrated"].eval().save_pretrained(new)  # with the record of its calibration
@@ -84,7 +88,8 @@ def run_demo(
                 write_card(new)
             _write(report, [], folder)
             _say(f"   figure: {folder / PLOT}\n   checkpoint: {folder / MODEL}")
-            _train_on(models, batches, rate, bar, partial(_write, report, folder=folder))
+            if more:
+                _train_on(models, batches, rate, bar, partial(_write, report, folder=folder))
     finally:
         torch.set_num_threads(threads)
     print(f"\nwritten: {', '.join(str(folder / name) for name in WRITTEN)}")
@@ -92,20 +97,39 @@ def run_demo(
     print("then, with your own model and text: hf-qknorm convert CKPT NEW --data TEXT")
 
 
-def _draw(tokenizer: Any, text: str, base_steps: int, steps: int) -> Batches:
-    """Batches from random places of the text, those that judge from its last tenth."""
-    seen, rest = (tokenize(tokenizer, part) for part in (text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]))
-    sizes = {"base": (base_steps, BATCH), "calibration": (8, BATCH), "continued": (steps, RUN_BATCH)}
-    draws = enumerate(sizes.items(), start=1)
-    batches = {name: sample_batches(seen, *size, LENGTH, number) for number, (name, size) in draws}
-    return batches | {"held_out": sample_batches(rest, 4, BATCH, LENGTH, 0)}
+def _prepare(
+    data: str | None, checkpoint: str | None, scheme: Scheme, base_steps: int, steps: int
+) -> tuple[Any, Any, Batches]:
+    """Tokenizer, model and batches. Batches come first: too little text is found before a model is loaded."""
+
+    def draw(tokenizer: Any, length: int) -> Batches:
+        text = load_text(data)
+        seen, rest = (tokenize(tokenizer, part) for part in (text[: len(text) * 9 // 10], text[len(text) * 9 // 10 :]))
+        sizes = {"base": (base_steps, BATCH), "calibration": (8, BATCH), "continued": (steps, RUN_BATCH)}
+        draws = enumerate(sizes.items(), start=1)
+        batches = {name: sample_batches(seen, *size, length, number) for number, (name, size) in draws}
+        return batches | {"held_out": sample_batches(rest, 4, BATCH, length, 0)}
+
+    if checkpoint is None:
+        tokenizer = byte_tokenizer()
+        return tokenizer, small_llama(2), draw(tokenizer, LENGTH)
+    source = open_source(checkpoint)
+    if isinstance(source.config, QKNormConfig):
+        raise ValueError(f"{source.name} is converted already: give the original checkpoint")
+    family_of(source.config)  # raises for a type that is not supported
+    require_causal(source.config)
+    check_scheme(source.config.model_type, source.config, scheme.resolve())
+    tokenizer = load_tokenizer(source.folder)
+    batches = draw(tokenizer, sequence_length(source.config))
+    check_batches([{"input_ids": batch} for batch in batches["held_out"]], source.config)
+    return tokenizer, load_causal(source, dtype=torch.float32), batches
 
 
-def _progress(batches: Batches) -> Any:
+def _progress(batches: Batches, *, trains_base: bool) -> Any:
     """A bar over the whole demo; its unit is the work of training on a token."""
     tokens = {name: sum(batch.numel() for batch in found) for name, found in batches.items()}
-    total = tokens["base"] + 4 * tokens["calibration"]  # a conversion is as much work
-    total += 4 * (tokens["continued"] + (LOOKS + 1) * tokens["held_out"] // 2)
+    total = tokens["base"] * trains_base + 4 * tokens["calibration"]  # a conversion is as much work
+    total += 4 * (tokens["continued"] + (LOOKS + 1) * tokens["held_out"] // 2) if tokens["continued"] else 0
     return progress_bar(total=total, desc="starting", bar_format=BAR, mininterval=1, smoothing=0.02)
 
 

@@ -41,7 +41,7 @@ WRITERS: dict[str, Any] = {
     "convert": lambda src, dst: convert_checkpoint(src, dst, "soft_cap", overwrite=True),
     "plan": lambda src, dst: convert_checkpoint(src, dst, "soft_cap", overwrite=True, dry_run=True),
     "export": lambda src, dst: export_native(src, dst, overwrite=True),
-    "demo": lambda src, dst: run_demo(out=str(dst)),
+    "demo": lambda src, dst: run_demo(checkpoint=str(src), out=str(dst)),
 }
 convert = WRITERS["convert"]
 PLACES = ("itself", "above", "far above", "linked above")

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_qknorm import calibrate, convert_checkpoint, export_native
 from hf_qknorm.convert.card import write_card
+from hf_qknorm.demo import run_demo
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
@@ -74,6 +75,8 @@ def test_an_unknown_model_type_with_code_is_refused(source, tmp_path):
         convert_checkpoint(source, tmp_path / "out")
     with pytest.raises((ValueError, OSError), match="custom code"):
         inspect_checkpoint(str(source))
+    with pytest.raises((ValueError, OSError), match="custom code"):
+        run_demo(checkpoint=str(source), out=str(tmp_path / "demo"))
     assert not (tmp_path / "sign").exists()
     assert not (tmp_path / "out").exists()
 
