@@ -113,7 +113,7 @@ def test_folders_without_a_patched_checkpoint_are_refused(tmp_path):
     with pytest.raises(ValueError, match=f"{REPORT} has the scheme softcap=3.0"):
         write_card(tmp_path)
     (tmp_path / REPORT).write_text("{}")
-    with pytest.raises(ValueError, match=f"{REPORT}: method: Field required"):
+    with pytest.raises(ValueError, match=f"{REPORT}: tokens: Field required"):
         write_card(tmp_path)
     assert not (tmp_path / "README.md").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,7 @@ def count(**options: float) -> None:
 
 
 def test_a_pipe_gets_a_line_a_minute(capfd, monkeypatch):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # as other tests import it
     count(mininterval=0)
     assert capfd.readouterr() == ("", "")
     monkeypatch.setattr(progress, "SECONDS_OF_A_LINE", 1e-9)
