@@ -21,7 +21,7 @@ from hf_qknorm.model.config_owners import check_one_config, config_owners, set_c
 from hf_qknorm.model.configs import QKNormConfig, check_names, derived_architectures
 from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class, use_derived_classes
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
-from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory, unmark
+from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory
 from hf_qknorm.model.install import install, own_layers, uninstall
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import drop_record
@@ -149,7 +149,7 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
             for path, key in patched.items():
                 tower: Any = unpatch_model(model.get_submodule(path))
                 set_config(model, with_config(model.config, key, tower.config))
-                _name_unpatched(model, marked=isinstance(tower.config.name_or_path, InMemoryName))
+                mark_in_memory(model, marked=isinstance(tower.config.name_or_path, InMemoryName))
         return model
     layers = patched_layers(model).values()
     if not _is_patched(model):
@@ -166,16 +166,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
         )
     with undone_on_error(model):
         _remove_scheme(model)
-        _name_unpatched(model, marked=model.__dict__.pop("qk_norm_base_marked", True))  # a loaded model lacks it
+        mark_in_memory(model, marked=model.__dict__.pop("qk_norm_base_marked", True))  # a loaded model lacks it
     return model
-
-
-def _name_unpatched(model: PreTrainedModel, marked: bool) -> None:
-    """Mark the names of an unpatched model, or make them plain, as they were before it was patched."""
-    if marked:
-        mark_in_memory(model)
-    else:
-        unmark(model)
 
 
 def _remove_scheme(model: PreTrainedModel) -> None:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from hf_qknorm.model.weights import check_not_copied
-
-
-def world_size() -> int:
-    """The number of processes; 1 without torch.distributed."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def full_tensor(parameter: Tensor) -> Tensor:

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
-
-
-def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The modules in `model` that FSDP2 has sharded."""
-    from torch.distributed.fsdp import FSDPModule  # slow to import
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
@@ -19,13 +10,13 @@ def reshard(model: nn.Module) -> None:
 
     Changes of these would be lost. Under FSDP 1's `summon_full_params`, which keeps changes, parameters stay whole.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import
     from torch.distributed.fsdp._common_utils import HandleTrainingState
     from torch.distributed.fsdp._runtime_utils import _reshard  # FSDP 1 has no method for it
 
-    for module in fsdp_modules(model):
-        module.reshard()
     for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
         handle = module._handle if isinstance(module, FullyShardedDataParallel) else None
         if handle is None or not handle.uses_sharded_strategy or module._is_root is None:  # None before a pass
             continue

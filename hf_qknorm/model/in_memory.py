@@ -25,17 +25,12 @@ class InMemoryName(str):
         return f"{self} (changed in memory, not saved: put the folder of the saved model here)" if self else ""
 
 
-def mark_in_memory(model: Any) -> None:
-    """Mark the names of `model` and its config: the weights in memory differ from that checkpoint."""
-    _rename(model, InMemoryName)
+def mark_in_memory(model: Any, *, marked: bool = True) -> None:
+    """Mark the names of `model` and its config: the weights in memory differ from that checkpoint.
 
-
-def unmark(model: Any) -> None:
-    """Make the names of `model` and its config plain strings again."""
-    _rename(model, str)
-
-
-def _rename(model: Any, kind: type[str]) -> None:
+    With `marked=False` make them plain strings again.
+    """
+    kind = InMemoryName if marked else str
     model.config._name_or_path = kind(model.config.name_or_path)
     for module in model.modules():  # itself, and its base model
         if "name_or_path" in vars(module) and getattr(module, "config", None) is model.config:

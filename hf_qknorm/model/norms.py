@@ -115,7 +115,8 @@ class HeadNorm(nn.Module):
         stored = [name for name in ("weight", "bias") if f"{prefix}{name}" in state_dict]
         own = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
         if (knee := own.get(f"{prefix}knee")) is not None:
-            own[f"{prefix}knee"] = knee = local_tensor(knee)
+            if isinstance(knee, DTensor):
+                own[f"{prefix}knee"] = knee = knee.to_local().to(knee.device_mesh.device_type)
             if problem := shape_problem(knee):
                 args[-1].append(f"{prefix}knee {problem}")
         elif stored:
@@ -167,11 +168,6 @@ def shape_problem(knee: Tensor) -> str | None:
     if not (all(map(math.isfinite, numbers)) and numbers[2] >= 1):
         return f"is {numbers}, expected three finite numbers, the last at least 1. Restore the weights"
     return None
-
-
-def local_tensor(x: Tensor) -> Tensor:
-    """Return a tensor of a state dict as a plain one on its mesh's device type."""
-    return x.to_local().to(x.device_mesh.device_type) if isinstance(x, DTensor) else x
 
 
 def active_copy(module: Any) -> nn.Module | None:

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_qknorm.files.untrusted import check_positive
-from hf_qknorm.measure.distributed import world_size
 from hf_qknorm.measure.head_weights import changeable_head_weights, normed_sides, parameter_factors
 from hf_qknorm.measure.logits import call_to_measure
 from hf_qknorm.measure.passes import PassFilter
@@ -130,7 +129,7 @@ class QKClip(TrainerCallback):
         rows = [self.largest.get(name, torch.full((n,), -math.inf)) for name, n in self.heads.items()]
         flat = torch.cat([row.to(device, torch.float32) for row in rows])
         self.largest.clear()
-        if world_size() > 1:
+        if dist.is_available() and dist.is_initialized():
             dist.all_reduce(flat, dist.ReduceOp.MAX)
         flat = torch.where(flat.isfinite(), flat, -math.inf)  # an overflow has no factor: threshold / ∞ would be 0
         if not bool((flat > self.threshold).any()):  # one synchronisation instead of one per layer
