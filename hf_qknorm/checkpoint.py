@@ -22,7 +22,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
@@ -73,6 +73,11 @@ def open_source(name: str | Path) -> Source:
     if (folder / "adapter_config.json").is_file():  # transformers would load the base model that it names
         raise ValueError(f"{folder} holds an adapter: merge it into its base model, then convert that")
     config = read_config(folder)
+    if (generation := folder / "generation_config.json").is_file():
+        try:
+            GenerationConfig.from_pretrained(folder)
+        except Exception as error:  # of various types, which name no file
+            raise ValueError(f"{generation} can't be read ({describe_error(error)})") from error
     model_class = model_class_of(config, folder)
     plain = getattr(config, "quantization_config", None) is None
     shapes = _stored(folder, plain=plain)

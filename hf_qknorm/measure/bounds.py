@@ -28,34 +28,31 @@ class NormRange(NamedTuple):
     lengths: Tensor
 
 
-def logit_bounds(model: Any) -> dict[str, float | None]:
-    """`logit_bound` of each layer of a patched model, by name; every rank must call this."""
-    layers = patched_layers(model)
-    return {name: logit_bound(layer, _key_layer(layer, layers)) for name, layer in layers.items()}
-
-
 def norm_limits(model: Any) -> dict[str, dict[str, float | None]]:
     """By layer of a patched model, `gain_q`, `gain_k` and `bound` of `LayerStatistics`; every rank must call this."""
-    layers, bounds = patched_layers(model), logit_bounds(model)
-    found = {}
+    layers, found = patched_layers(model), {}
     for name, layer in layers.items():
-        sides = zip(("gain_q", "gain_k"), zip(*_ranges(layer, _key_layer(layer, layers)), strict=True), strict=True)
+        pairs = _ranges(layer, _key_layer(layer, layers))
+        sides = zip(("gain_q", "gain_k"), zip(*pairs, strict=True), strict=True)
         gains = {side: max((part.gain for part in parts if part), default=None) for side, parts in sides}
-        found[name] = {**gains, "bound": bounds[name]}
+        found[name] = {**gains, "bound": _bound(layer, pairs)}
     return found
 
 
-def logit_bound(layer: QKNormAttention, key_layer: QKNormAttention | None = None) -> float | None:
-    """The largest |logit| of a patched layer, before any cap, for any input; rounding may exceed it.
+def logit_bound(layer: QKNormAttention) -> float | None:
+    """The largest |logit| of a patched layer with its own keys, before any cap, for any input; rounding may exceed it.
 
-    The norms are the scheme's or the model's own. `key_layer` is the layer that computes the keys, by default the same
-    one. None where queries or keys have no norm. In models that scale queries by position,
-    the bound holds up to the model's maximum position.
+    The norms are the scheme's or the model's own. None where queries or keys have no norm. In models that scale queries
+    by position, the bound holds up to the model's maximum position.
     """
+    return _bound(layer, _ranges(layer, layer))
+
+
+def _bound(layer: QKNormAttention, pairs: list[tuple[NormRange | None, NormRange | None]]) -> float | None:
     if any(norm.bypass for norm in head_norms(layer).values()):
         return None
     rotary = 1.0 if layer.has_own_norms and layer.family.style.norms_rotated else rotary_scale(layer)
-    pairs, products = _ranges(layer, key_layer or layer), torch.zeros(1, dtype=torch.float64)
+    products = torch.zeros(1, dtype=torch.float64)
     for place, (q, k) in enumerate(pairs, start=1):
         if q is None or k is None:
             return None
@@ -74,7 +71,7 @@ def _products(queries: Tensor, keys: Tensor) -> Tensor:
 
 def worst_bound(model: Any) -> float | None:
     """The largest bound of a patched model's layers; None if a layer has no bound."""
-    return largest_bound(logit_bounds(model).values())
+    return largest_bound(limits["bound"] for limits in norm_limits(model).values())
 
 
 def rotary_scale(layer: QKNormAttention) -> float:

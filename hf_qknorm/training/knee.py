@@ -102,11 +102,10 @@ class KneeSchedule(TrainerCallback, ExportableState):
             self.start, self.steps = entry["attributes"]["start"], entry["attributes"]["steps"]
         self.on_step_end(args, state, control, **kwargs)
         state.stateful_callbacks[name] = self.state()  # without an entry, saving raises KeyError
-        if state.is_world_process_zero:
-            end = math.ceil(sum(self._span(self.steps)))
-            late = f", after this run's last step, {state.max_steps}" if end > state.max_steps else ""
-            text = f"{shown_knee(self.value or 0.0)} now and {shown_knee(self.target)} from step {end} on{late}"
-            logger.log(logging.WARNING if late else logging.INFO, f"{name}: the knee is {text}")
+        end = math.ceil(sum(self._span(self.steps)))
+        late = f", after this run's last step, {state.max_steps}" if end > state.max_steps else ""
+        text = f"{shown_knee(self.value or 0.0)} now and {shown_knee(self.target)} from step {end} on{late}"
+        logger.log(logging.WARNING if late else logging.INFO, f"{name}: the knee is {text}")
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         knee = self.at(state.global_step, self.steps, self.start)

@@ -61,7 +61,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "link": (lambda f: _link(f / "LICENSE"), r"source/LICENSE is a link to .*elsewhere/LICENSE, outside the folder"),
     "linked templates": (lambda f: _link(f / "additional_chat_templates"), r"templates.* is a link to .*, outside the"),
     "linked weights": (lambda f: _link(_shard(f)), r"source/model-00002.* is a link to .*, outside the folder"),
-    "generation config": (lambda f: (f / "generation_config.json").write_text("[]"), r"source: .*Error"),
+    "generation config": (
+        lambda f: (f / "generation_config.json").write_text('{"max_new_tokens": '),
+        r"generation_config.json can.t be read",
+    ),
     "no class": (lambda f: configure(f, architectures=None), r'"architectures" is \'missing\', expected the name of a'),
     "foreign class": (lambda f: configure(f, architectures=["Nobody"]), r'"architectures" is \[\'Nobody\'\], expected'),
     **{

@@ -19,7 +19,7 @@ from hf_qknorm import (
     unpatch_model,
 )
 from hf_qknorm.families import check_scheme
-from hf_qknorm.measure.bounds import logit_bounds
+from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import error
@@ -91,7 +91,7 @@ def test_none_and_observers_change_nothing(model_type):
     assert seen.keys() == patched_layers(model).keys()
     assert all(entry.max_logit.max() > 0 for entry in seen.values())
     assert model.config._attn_implementation == backend
-    assert set(logit_bounds(model).values()) == {None}
+    assert {limits["bound"] for limits in norm_limits(model).values()} == {None}
     with logit_statistics(unpatch_model(model)) as unpatched:
         model(**batch)
     assert {n: x.max_logit.tolist() for n, x in unpatched.items()} == {n: x.max_logit.tolist() for n, x in seen.items()}

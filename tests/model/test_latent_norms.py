@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, SCHEMES, QKClip, Scheme, calibrate, patch_model
 from hf_qknorm.families import known_families
-from hf_qknorm.measure.bounds import logit_bounds, norm_limits
+from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.tensor_parallel import plan_norms
@@ -158,10 +158,11 @@ def test_the_worst_input_reaches_the_bound():
         spiked(layer.kv_a_proj_with_mqa, layer.kv_lora_rank + layer.qk_rope_head_dim, layer.kv_lora_rank)
     with logit_statistics(model) as seen:
         model(input_ids=torch.full((1, 1), 5))
-    for name, bound in logit_bounds(model).items():
-        assert bound == pytest.approx((2 * 3 * 16 + 5 * 7 * 8) * 24**-0.5)
-        assert float(seen[name].max_logit.max()) == pytest.approx(bound, rel=1e-5)
-    assert [(x["gain_q"], x["gain_k"]) for x in norm_limits(model).values()] == [(5.0, 7.0)] * len(seen)
+    assert len(seen) == len(limits := norm_limits(model))
+    for name, limit in limits.items():
+        assert limit["bound"] == pytest.approx((2 * 3 * 16 + 5 * 7 * 8) * 24**-0.5)
+        assert float(seen[name].max_logit.max()) == pytest.approx(limit["bound"], rel=1e-5)
+        assert (limit["gain_q"], limit["gain_k"]) == (5.0, 7.0)
 
 
 def spiked(projection: torch.nn.Module, stride: int, *places: int) -> None:

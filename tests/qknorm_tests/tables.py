@@ -187,7 +187,7 @@ def assert_backends_agree(
         assert_near(logits(), expected, tolerance, backend)
     patch_model(unpatch_model(model), Scheme(softcap=0.5))
     capped = logits()
-    assert error(capped, expected) > 2 * tolerance, "the cap acts by more than backends may differ"
+    assert error(capped, expected) > 10 * tolerance, "the cap acts by more than backends may differ"
     for backend in ("eager", *backends):
         model.set_attn_implementation(backend)
         assert_near(logits(), capped, tolerance, f"capped {backend}")

@@ -153,6 +153,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
     "roc_bert": {
         **dict.fromkeys(("pronunciation_embed_dim", "shape_embed_dim"), 8),
         **dict.fromkeys(("pronunciation_vocab_size", "shape_vocab_size"), 64),
+        "initializer_range": 0.1,  # of the map of embeddings: with less, its bias makes all tokens alike
     },
     "seed_oss": {"attention_dropout": 0.0},
     "smollm3": {"use_sliding_window": True, "no_rope_layers": [1, 0]},
