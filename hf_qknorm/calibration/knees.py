@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -58,15 +59,19 @@ def search_knee(
     if base is None:
         most, effect, remedy = OUTPUT_LIMIT, "changes the last hidden states by {:.1%}", "give a knee"
 
-    @cache
-    def cost_at(knee: float) -> float:
-        gains.apply(knee)
+    def now(knee: float | None = None) -> float:
         if base is None:
             return output_error(gains.model, held_out)
         own = predictions(gains.model, held_out, kept)[1]
         assert own is not None
-        tried[knee] = own
+        if knee is not None:
+            tried[knee] = own
         return cost(base, own)
+
+    @cache
+    def cost_at(knee: float) -> float:
+        gains.apply(knee)
+        return now(knee)
 
     def place_of(most: float) -> int:
         return bisect_left(KNEES, True, key=lambda knee: cost_at(knee) <= most)
@@ -77,11 +82,9 @@ def search_knee(
         found = f"the knee {KNEES[-1]:.3g} {effect.format(least)}"
         if not math.isfinite(least):
             raise ValueError(f"{found}, expected a finite number: check the model's weights and dtype")
+        gains.apply(KNEES[-1])
         allowed = f"the limit of {most:g}" if limit is None else f"max_loss_increase={most:g}"
-        found += (
-            f", more than {allowed}, by another part of the scheme: a wider cap or none, or a norm on queries alone "
-            "(q_norm), changes less"
-        )
+        found += f", more than {allowed}, by another part of the scheme: {_cheaper_cap(gains.model, most, now, effect)}"
         if remedy is not None:
             raise ValueError(f"{found}; or {remedy}")
         place = place_of(least + most)
@@ -90,6 +93,24 @@ def search_knee(
     cost_at(chosen)
     gains.apply(chosen)
     return dict(sorted(tried.items()))
+
+
+def _cheaper_cap(model: Any, most: float, cost_now: Callable[[], float], effect: str) -> str:
+    """The advice for a scheme that costs more than `most` at any knee: the least of four wider caps that does not."""
+    layers, scheme = patched_layers(model).values(), model.config.scheme
+    if scheme.softcap is None:
+        return "a norm on queries alone (q_norm) changes less"
+    try:
+        for cap in (*(scheme.softcap * 2**i for i in range(1, 5)), None):
+            for layer in layers:
+                layer.scheme = replace(layer.scheme, softcap=cap)
+            if (found := cost_now()) <= most:
+                break
+    finally:
+        for layer in layers:
+            layer.scheme = replace(layer.scheme, softcap=scheme.softcap)
+    name = "no cap (softcap=None)" if cap is None else f"softcap={cap:g}"
+    return f"in place of the cap of {scheme.softcap:g}, {name} {effect.format(found)}"
 
 
 @contextmanager

@@ -14,9 +14,10 @@ LINE = "{desc}: {n_fmt} of {total_fmt} after {elapsed}, about {remaining} left"
 
 def progress_bar(items: Iterable[Any] | None = None, **options: Any) -> Any:
     """A tqdm bar that is removed at its end. `options` are tqdm's; TQDM_DISABLE=1 in the environment hides it."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if sys.stderr is None:  # under pythonw
         options["disable"] = True
-    elif not (sys.stderr.isatty() or _in_notebook()):
+    elif not (sys.stderr.isatty() or "IPKernelApp" in getattr(shell, "config", ())):  # a notebook's kernel
         lines = {"delay": SECONDS_OF_A_LINE, "mininterval": SECONDS_OF_A_LINE, "bar_format": LINE}
         options |= {**lines, "maxinterval": SECONDS_OF_A_LINE, "ascii": True, "file": _Lines()}
     return tqdm(items, leave=False, **options)
@@ -31,9 +32,3 @@ class _Lines:
 
     def flush(self) -> None:
         sys.stderr.flush()
-
-
-def _in_notebook() -> bool:
-    """Whether the process is the kernel of a notebook, whose streams are no terminals."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return shell is not None and "IPKernelApp" in shell.config

@@ -31,7 +31,6 @@ from hf_qknorm.model.attention import modelling_file, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
 from hf_qknorm.model.config_owners import config_owners
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
-from hf_qknorm.model.continuous_batching import check_continuous_batching
 from hf_qknorm.model.install import install
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
@@ -143,8 +142,19 @@ class QKNormModel(_Model):
         return cls.base_class._can_set_experts_implementation()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Begin as transformers does, for `generate_batch` too; raises ValueError for what it can't run."""
-        check_continuous_batching(self)
+        """Begin as transformers does, for `generate_batch` too, whose worker thread would hide an error.
+
+        Raises ValueError for an encoder-decoder, and for a cap, which a paged cache would drop.
+        """
+        capped = next((layer.softcap for layer in patched_layers(self).values() if layer.softcap is not None), None)
+        reason = None if capped is None else f"it drops the cap on the attention logits (softcap={capped:g})"
+        if self.config.is_encoder_decoder:
+            reason = "it runs no encoder for the decoder to attend to"
+        if reason is not None:
+            raise ValueError(
+                f"continuous batching can't run {type(self).__name__}: {reason}. Call generate instead, with a batch "
+                "of padded prompts"
+            )
         return super().init_continuous_batching(*args, **kwargs)
 
     def save_pretrained(

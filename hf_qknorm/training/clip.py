@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_qknorm.files.untrusted import check_positive
+from hf_qknorm.measure.distributed import reshard
 from hf_qknorm.measure.head_weights import changeable_head_weights, normed_sides, parameter_factors
 from hf_qknorm.measure.logits import call_to_measure
 from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.model.attention import QKNormAttention, require_patched
-from hf_qknorm.model.fsdp import reshard
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.types import Call, Heads
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -117,10 +118,12 @@ def test_a_cap_that_costs_too_much_is_warned_of_or_refused(caplog):
     assert min(knee for knee in costs if costs[knee] <= costs[KNEES[-1]] + LIMIT) == report.knee == 0
     (message,) = (record.getMessage() for record in caplog.records if "more than the limit" in record.getMessage())
     assert "the knee 32 costs" in message
-    assert "nats per token, more than the limit of 0.005, by another part of the scheme: a wider cap or none" in message
+    assert "nats per token, more than the limit of 0.005, by another part of the scheme: in place of the cap" in message
+    assert re.search(r"the cap of 10, (softcap=\d+|no cap \(softcap=None\)) costs 0\.00\d\d nats", message)
+    assert all(layer.self_attn.scheme == report.scheme for layer in model.model.layers)
     assert f"The knee is set to {report.knee:.3g}, which adds little" in message
     with pytest.raises(
-        ValueError, match=r"knee 32 costs .* than max_loss_increase=0.001, .* or raise max_loss_increase"
+        ValueError, match=r"knee 32 costs .* than max_loss_increase=0.001, .* in place of the cap of 10, .*; or raise"
     ):
         calibrate(model, batches(9), max_loss_increase=0.001)
 
