@@ -96,7 +96,7 @@ def convert_checkpoint(
     chosen: dict[str, Any] = {"knee": knee, "max_loss_increase": max_loss_increase, "exportable": exportable}
     if data is None:
         for name, value in {"length": length, "max_tokens": max_tokens, **chosen}.items():
-            if value is not None and value is not False:  # a knee of 0 is a wish
+            if value is not None and value is not False:  # a knee of 0 is an argument too
                 raise ValueError(f"{name} is for a calibration, on text: pass data= (--data TEXT) as well")
     else:
         resolve_knee(scheme, **chosen)  # raises for wrong arguments
@@ -138,7 +138,7 @@ def convert_checkpoint(
 
 
 def _patch_on_meta(source: Source, scheme: Scheme, standalone: bool, exportable: bool) -> None:
-    """Patch the source's model without its weights, as a trial: raise ValueError for what can't be converted."""
+    """Patch the source's model without its weights, as a trial: raise ValueError if it can't be converted."""
     config, folder, model = source.config, source.folder, source.model
     if model is None:
         raise ValueError(

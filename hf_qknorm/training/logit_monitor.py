@@ -123,7 +123,7 @@ class LogitMonitor(TrainerCallback):
         self.close()
 
     def close(self) -> None:
-        """Take what watches the present step off the model.
+        """Remove the hooks of the present step from the model.
 
         An exception in a sampled step of a Trainer leaves it on the model. The next run takes it off too.
         """

@@ -115,7 +115,7 @@ def _fold_norms(model: PreTrainedModel, keep: Callable[[Tensor], None]) -> PreTr
 
 
 def _constant_norms(model: PreTrainedModel) -> list[tuple[HeadNorm, HeadWeights, float]]:
-    """The norms, the outputs of the projections in front of them, and what else these are multiplied by.
+    """The norms, the outputs of the projections in front of them, and their further factors.
 
     That is the scheme's scale of the logits over the model's own for one norm of each layer, and 1 for others. Raises
     ValueError for norms that still act, projections that are offloaded, and a bias whose projection has none.

@@ -69,7 +69,7 @@ def peak_of(run: Callable[[], object]) -> int:
 
 
 def peak_rise(build: Callable[[], Callable[[], object]]) -> int:
-    """The MiB by which the peak of what `build` makes is above the resident size before it, in a process of its own."""
+    """The MiB by which the peak of a function from `build` is above the size before it, in a process of its own."""
     return in_process(partial(_rise, build))
 
 

@@ -147,7 +147,7 @@ def capped(x, cap, C: tl.constexpr):
 
 @triton.jit
 def _polynomial(x, cap):
-    """cap·tanh(x); its numbers stand here, as each launch compares those outside of functions, which takes long."""
+    """cap·tanh(x); its numbers are local, as each launch compares global constants, which takes time."""
     u = x * x
     return ((0.108397968 * cap * u - 0.330128044 * cap) * u + 0.999936879 * cap) * x
 
