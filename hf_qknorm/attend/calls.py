@@ -55,8 +55,8 @@ def make_call(
 
     Raises ValueError for arguments that no implementation takes, or that do not fit.
     """
-    for name in UNSUPPORTED:
-        if name in others and others[name] is not None:
+    for name in UNSUPPORTED.keys() & others.keys():
+        if others[name] is not None:
             kind, instead = UNSUPPORTED[name]
             raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
     heads = _in_one_dtype(heads)
@@ -64,22 +64,24 @@ def make_call(
     patched = hasattr(module, "scheme")
     if patched and module.runs_own_forward:
         patched, softcap = False, module.softcap
-    options = Options(q.shape[-1] ** -0.5 if scaling is None else scaling, softcap, dropout=dropout)
+    causal, window, ranges, mask = False, None, None, None
     if attention_mask is None:
-        causal = _is_causal(module) if is_causal is None else bool(is_causal)
+        # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
+        causal, window = (
+            _is_causal(module) if is_causal is None else bool(is_causal),
+            sliding_window if patched else None,
+        )
         if causal and 1 < q.shape[2] < k.shape[2]:  # a static cache's first call: the rest of it is empty
             heads = heads._replace(k=k[:, :, : q.shape[2]], v=v[:, :, : q.shape[2]])
-        # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
-        options = options._replace(causal=causal, window=sliding_window if patched else None)
-        seen = Visible(sinks=s_aux)
     elif is_ranges(attention_mask):  # these include causality, window and padding
         _check_ranges(attention_mask, (*q.shape[:3], k.shape[2]))
         if not patched:  # a patched layer may attend to a part of a static cache, and checks before
             check_keys(attention_mask, k.shape[2])
-        seen = Visible(attention_mask[:, 0], s_aux)
+        ranges = attention_mask[:, 0]
     else:
-        seen = Visible(sinks=s_aux, mask=attention_mask)
-    call = Call(heads, seen, options)
+        mask = attention_mask
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    call = Call(heads, Visible(ranges, s_aux, None, mask), Options(scale, softcap, causal, window, dropout))
     if cu_seq_lens_q is not None:
         call = _within_sequences(call, cu_seq_lens_q)
     if position_bias is not None:
@@ -155,8 +157,9 @@ def _is_causal(module: nn.Module) -> bool:
     """Whether module and config both say so: sdpa reads the module alone, unlike some models' eager attention."""
     if not getattr(module, "is_causal", True):
         return False
-    config = getattr(module, "config", None)
-    own = getattr(config, "__dict__", {})  # an attribute that a config lacks takes as long as a small operator
+    if (config := getattr(module, "config", None)) is None:
+        return True
+    own = object.__getattribute__(config, "__dict__")  # a config's own search takes as long as a small operator
     return bool(own["is_causal"] if "is_causal" in own else getattr(type(config), "is_causal", True))
 
 

@@ -86,7 +86,7 @@ def device_type(x: Tensor) -> str:
 
 def log_once(message: str, details: str = "") -> None:
     """Log a message at info level, with the details of its first time, once a process; a traced graph is silent."""
-    if torch.compiler.is_compiling() or message in _logged or not logger.isEnabledFor(logging.INFO):
+    if message in _logged or torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO):
         return
     _logged.add(message)
     logger.info("hf_qknorm attention %s%s", message, details)

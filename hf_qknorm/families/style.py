@@ -34,7 +34,8 @@ def split_heads(module: Any, x: Tensor) -> Tensor:
 
 def project(module: Any, hidden_states: Tensor, weights: tuple[str, ...] = QKV) -> Projected:
     """Apply a projection each for queries, keys and values."""
-    return tuple(split_heads(module, getattr(module, name)(hidden_states)) for name in weights)
+    shape = (*hidden_states.shape[:-1], -1, module.head_dim)
+    return tuple(getattr(module, name)(hidden_states).view(shape) for name in weights)
 
 
 def output(module: Any, attended: Tensor) -> Tensor:

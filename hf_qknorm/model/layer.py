@@ -127,8 +127,10 @@ class QKNormAttention(nn.Module):
 
     def normed(self, name: str, x: Tensor) -> Tensor:
         """Apply the scheme's norm of that name to x `[B, H, T, D]`, if there is one."""
-        norm = self.norm_module(name)
-        return x if norm is None else norm(x.transpose(1, 2)).transpose(1, 2)
+        if (norm := self.norm_module(name)) is None:
+            return x
+        made = raw_heads.normed(norm, x)
+        return norm(x.transpose(1, 2)).transpose(1, 2) if made is None else made
 
     def norm_module(self, name: str) -> nn.Module | None:
         """The scheme's norm of that name; None without one."""

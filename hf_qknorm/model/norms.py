@@ -130,19 +130,16 @@ class HeadNorm(nn.Module):
         """Return the norm in the form that the operators take."""
         if self.bypass:
             return Norm()
+        own: Any = self._parameters  # `nn.Module` searches as long as a small operator takes
         knee: Any = self._buffers["knee"]
         if torch.is_grad_enabled():  # it may move before the backward pass
             knee = knee.clone()
-        return Norm(self.norm, self._held("weight"), self._held("bias"), self.eps, self.p, knee)
-
-    def _held(self, name: str) -> Any:
-        """The parameter of that name, or this rank's part of it: under tensor parallelism it is a DTensor.
-
-        It is found without the search of `nn.Module`, which takes as long as a small operator. Parametrizations and
-        FSDP's flat parameters keep it elsewhere.
-        """
-        held = self._parameters[name] if name in self._parameters else getattr(self, name)
-        return held.to_local() if isinstance(held, DTensor) else held
+        if "weight" not in own or "bias" not in own:  # parametrizations and FSDP keep them elsewhere
+            own = {"weight": self.weight, "bias": self.bias}
+        gain, bias = own["weight"], own["bias"]
+        if isinstance(gain, DTensor) or isinstance(bias, DTensor):  # under tensor parallelism: this rank's part
+            gain, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (gain, bias))
+        return Norm(self.norm, gain, bias, self.eps, self.p, knee)
 
     def extra_repr(self) -> str:
         order = f", p={self.p:g}" if NORMS[self.norm].any_order else ""

@@ -31,11 +31,25 @@ def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> 
     heads = raw_heads(layer, q, k, v, positions)
     if heads is None or heads.q_norm.kind == heads.k_norm.kind == "none":
         return None
-    match device_type(q):
+    kernels = _kernels(heads)
+    return None if kernels is None else kernels.norm_rope(_after_hooks(layer, heads))
+
+
+def normed(module: nn.Module, x: Tensor) -> Tensor | None:
+    """Heads `[B, H, T, D]` after a norm alone, by a kernel; None if there is none for them."""
+    norm = None if torch.compiler.is_exporting() else as_norm(module)
+    if norm is None or norm.kind == "none" or (kernels := _kernels(Heads(x, x, x, norm))) is None:
+        return None
+    return kernels.norm_rope_one(_after_pre_hooks(module, x), norm, None)
+
+
+def _kernels(heads: Heads) -> Any:
+    """The module whose `norm_rope` and `norm_rope_one` take these heads, or None."""
+    match device_type(heads.q):
         case "cuda" if library.why_not_norm_rope(heads) is None:
-            return library.norm_rope(_after_hooks(layer, heads))
+            return library
         case "cpu" if cpp.why_not(heads) is None:
-            return cpp.norm_rope(_after_hooks(layer, heads))
+            return cpp
     return None
 
 
@@ -69,7 +83,7 @@ def fused_attention(
 
 def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> Heads | None:
     """Heads with their norms and rotation; None if a hook, or a module of another's, must run in a norm's place."""
-    q_norm, k_norm = (as_norm(layer.norm_module(name)) for name in ("q_norm", "k_norm"))
+    q_norm, k_norm = as_norm(layer.norm_module("q_norm")), as_norm(layer.norm_module("k_norm"))
     if q_norm is None or k_norm is None:
         return None
     if not q.dtype == k.dtype == v.dtype:  # a model's own norm may promote them
@@ -79,6 +93,8 @@ def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> He
 
 def as_norm(module: Any) -> Norm | None:
     """A layer's norm, the identity without one; None if its hooks do not end before it."""
+    if type(module) is HeadNorm:
+        return module.as_norm() if is_unhooked(module) else None
     if (norm := active_copy(module)) is None:
         return Norm()
     if not is_unhooked(norm) or (norm is not module and not is_unhooked(module)):
@@ -90,12 +106,14 @@ def as_norm(module: Any) -> Norm | None:
 
 def _after_hooks(layer: Any, heads: Heads) -> Heads:
     """Heads after the hooks before the layer's norms, which run once: after the choice of a kernel."""
-    return heads._replace(q=_after_pre_hooks(layer, "q_norm", heads.q), k=_after_pre_hooks(layer, "k_norm", heads.k))
+    q = _after_pre_hooks(layer.norm_module("q_norm"), heads.q)
+    k = _after_pre_hooks(layer.norm_module("k_norm"), heads.k)
+    return heads if q is heads.q and k is heads.k else heads._replace(q=q, k=k)
 
 
-def _after_pre_hooks(layer: Any, name: str, x: Tensor) -> Tensor:
-    module = layer.norm_module(name)
-    for norm in dict.fromkeys((module, active_copy(module))):
+def _after_pre_hooks(module: Any, x: Tensor) -> Tensor:
+    inner = active_copy(module)
+    for norm in (module, None if inner is module else inner):
         if norm is not None and norm._forward_pre_hooks:
             x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
     return x
@@ -111,7 +129,9 @@ def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> 
     if positions is None:
         return None
     cos, sin = positions
-    width = cos.shape[-1]
-    if rope != "once":
-        cos, sin = (x[..., ::2] if rope == "pairs" else x.narrow(-1, 0, width // 2) for x in (cos, sin))
+    if rope == "pairs":
+        cos, sin = cos[..., ::2], sin[..., ::2]
+    elif rope != "once":
+        half = cos.shape[-1] // 2
+        cos, sin = cos.narrow(-1, 0, half), sin.narrow(-1, 0, half)
     return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))

@@ -11,12 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.registration import CALL, HEADS, NORM_ROPE, Operator, differentiable, unpack, unpack_norms
+from hf_qknorm.ops.registration import (
+    CALL,
+    HEADS,
+    NORM_ROPE,
+    PARAMETERS,
+    QUERIES_KEYS,
+    Operator,
+    differentiable,
+    unpack,
+    unpack_norms,
+)
 from hf_qknorm.ops.types import Norm, laid_out
 
 Results = Sequence[Tensor | None]
-PARAMETERS = ("q_gain", "q_bias", "k_gain", "k_bias")  # of the norms
-QUERIES_KEYS = {"q": "Tensor", "k": "Tensor?"}
 STATISTICS = {"statistics": "bool"}
 RESULTS = {"grad": "Tensor", "out": "Tensor", "normaliser": "Tensor"}
 

@@ -20,6 +20,8 @@ NORM: Final = {
 }
 ROTARY: Final = {"cos": "Tensor?", "sin": "Tensor?", "interleaved": "bool"}
 NORM_ROPE: Final = {f"{side}_{name}": kind for side in "qk" for name, kind in NORM.items()} | ROTARY
+QUERIES_KEYS: Final = {"q": "Tensor", "k": "Tensor?"}
+PARAMETERS: Final = ("q_gain", "q_bias", "k_gain", "k_bias")  # of the norms
 VISIBLE: Final = dict.fromkeys(Visible._fields, "Tensor?")
 OPTIONS: Final = {"scale": "float", "softcap": "float?", "causal": "bool", "window": "int?", "dropout": "float"}
 CALL: Final = {**HEADS, **NORM_ROPE, **VISIBLE, **OPTIONS}

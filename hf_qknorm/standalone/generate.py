@@ -39,6 +39,7 @@ _ROOTS = (
 _REPLACED = {
     ("hf_qknorm.model.raw_heads", "fused_attention"): (_RUNTIME, "no_kernel"),
     ("hf_qknorm.model.raw_heads", "norm_rotate"): (_RUNTIME, "no_kernel"),
+    ("hf_qknorm.model.raw_heads", "normed"): (_RUNTIME, "no_kernel"),
     ("hf_qknorm.attend.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
     ("hf_qknorm.attend.functions", "OWN_BACKENDS"): (_RUNTIME, "OWN_BACKENDS"),
     ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),

@@ -71,16 +71,10 @@ def _refusal_fault(error: Exception, wrong: list[str]) -> str | None:
     text = f"{type(error).__name__}: {error}".splitlines()[0][:300]
     if not wrong:
         return f"refused, and all arguments fit: {text}"
-    named = any(re.search(rf"\b{re.escape(_shown(name))}\b", str(error)) for name in wrong)
+    named = any(re.search(rf"\b{name}\b", str(error)) for name in wrong)
     if not isinstance(error, (ValueError, IndexError)) and "Expected a value of type" not in str(error):
         return f"an error of another type: {text}"
     return None if named else f"refused without the name of {', '.join(wrong)}: {text}"
-
-
-def _shown(name: str) -> str:
-    """The name of an argument in messages: q_norm.gain for q_gain."""
-    side, _, part = name.partition("_")
-    return f"{side}_norm.{part.removeprefix('stored_')}" if side in ("q", "k") and part else name
 
 
 def _is_elsewhere(x: object) -> bool:

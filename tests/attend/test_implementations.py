@@ -52,31 +52,40 @@ def test_the_order_on_a_gpu(monkeypatch, caplog):
 @pytest.mark.parametrize("demanded", [False, True])
 def test_the_order_on_a_cpu(demanded, monkeypatch):
     """To demand the C++ kernels is to demand that they can run, not that they take each call."""
-    monkeypatch.setenv(build.SWITCH, "1") if demanded else monkeypatch.delenv(build.SWITCH, raising=False)
+    monkeypatch.setattr(build, "_switch", lambda: "1" if demanded else None)
     assert chosen() == "its C++ kernels"
     assert chosen(mask=MASK).startswith(ARBITRARY)
     assert chosen(Q.double()).startswith("tiled in PyTorch: the C++ kernels take float32")
     assert chosen(Q.to("meta")).startswith("tiled in PyTorch: the kernels are for NVIDIA GPUs and CPUs")
 
 
+@pytest.fixture
+def _read_anew():
+    """The switch is read once: forget it, before and after."""
+    build._switch.cache_clear()
+    yield
+    build._switch.cache_clear()
+
+
+@pytest.mark.usefixtures("_read_anew")
 def test_the_switch_of_the_cpp_kernels(monkeypatch):
-    monkeypatch.setenv(build.SWITCH, "0")
-    assert chosen() == "tiled in PyTorch: HF_QKNORM_CPU=0 turns the C++ kernels off"
-    with pytest.raises(ValueError, match=r'"hf_qknorm_cpu" can\'t serve this call: HF_QKNORM_CPU=0.*set_attn'):
-        REGISTERED["hf_qknorm_cpu"](torch.nn.Module(), Q, Q, Q, None)
     for value in ("2", "yes"):
         monkeypatch.setenv(build.SWITCH, value)
         with pytest.raises(ValueError, match=f"HF_QKNORM_CPU must be 1 .* or 0 .*, got {value!r}"):
             chosen()
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert chosen() == "tiled in PyTorch: HF_QKNORM_CPU=0 turns the C++ kernels off"
+    with pytest.raises(ValueError, match=r'"hf_qknorm_cpu" can\'t serve this call: HF_QKNORM_CPU=0.*set_attn'):
+        REGISTERED["hf_qknorm_cpu"](torch.nn.Module(), Q, Q, Q, None)
 
 
 def test_without_a_compiler_tiled_runs_unless_the_cpp_kernels_are_demanded(monkeypatch):
     reason = "there is no C++ compiler"
     monkeypatch.setattr(build, "_overloads", {})
     monkeypatch.setattr(build, "_why_impossible", lambda: reason)
-    monkeypatch.delenv(build.SWITCH, raising=False)
+    monkeypatch.setattr(build, "_switch", lambda: None)
     assert chosen() == f"tiled in PyTorch: {reason}"
-    monkeypatch.setenv(build.SWITCH, "1")
+    monkeypatch.setattr(build, "_switch", lambda: "1")
     with pytest.raises(RuntimeError, match=f"HF_QKNORM_CPU=1 demands.*{re.escape(reason)}.*unset HF_QKNORM_CPU"):
         chosen()
 

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import SCHEMES, Scheme, calibrate, cli, export_native, patch_model, remove_norms, set_knee, unpatch_model
 from hf_qknorm.families.counterparts import COUNTERPARTS
+from hf_qknorm.ops.cpu import build
 from qknorm_tests.kneed import REMOVED
 from qknorm_tests.tables import assert_near, error, make_batch, randomise, real, sharp_model
 
@@ -56,7 +57,7 @@ CASES: dict[str, tuple[str, dict[str, Any], Scheme]] = {
 @pytest.fixture(autouse=True)
 def _in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exports are compared with transformers' own norms, which are in PyTorch."""
-    monkeypatch.setenv("HF_QKNORM_CPU", "0")
+    monkeypatch.setattr(build, "_switch", lambda: "0")
 
 
 def save_patched(

@@ -100,12 +100,14 @@ def test_calls_that_the_cpp_kernels_do_not_take(wrong: dict[str, Any], message: 
 
 
 NORM_ROPE = [
-    ({"kind": "lp"}, "kind must be none, rms, layer or l2, got lp"),
-    ({"eps": -1.0}, "eps must not be negative"),
-    ({"eps": float("nan")}, "eps must not be negative"),
-    ({"knee": torch.ones(2)}, "knee must be"),
-    ({"gain": torch.ones(3)}, "gain must be"),
-    ({"bias": torch.ones(2, 16, 1)}, "bias must be"),
+    ({"q_kind": "lp"}, "q_kind must be none, rms, layer or l2, got lp"),
+    ({"k_eps": -1.0}, "k_eps must not be negative"),
+    ({"q_eps": float("nan")}, "q_eps must not be negative"),
+    ({"k_knee": torch.ones(2)}, "k_knee must be"),
+    ({"q_gain": torch.ones(3)}, "q_gain must be"),
+    ({"k_bias": torch.ones(2, 16, 1)}, "k_bias must be"),
+    ({"k": zeros(1, 1, 4, 16)}, "k must be"),
+    ({"k": zeros(1, 1, 3, 16, dtype=torch.bfloat16)}, "k must be of Float"),
     ({"cos": torch.ones(1, 3, 4)}, "cos and sin must be given together"),
 ]
 
@@ -113,7 +115,9 @@ NORM_ROPE = [
 @pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize(("changed", "message"), NORM_ROPE, ids=[message for _, message in NORM_ROPE])
 def test_the_cpp_norm_refuses_what_does_not_fit(changed: dict[str, object], message: str) -> None:
-    right = dict.fromkeys(FIELDS) | {"x": zeros(1, 2, 3, 16), "kind": "rms", "eps": 1e-6, "interleaved": False}
+    norms = {f"{side}_{name}": value for side in "qk" for name, value in (("kind", "rms"), ("eps", 1e-6), ("p", 2.0))}
+    heads = {"q": zeros(1, 2, 3, 16), "k": zeros(1, 1, 3, 16)}
+    right = dict.fromkeys(FIELDS) | norms | heads | {"interleaved": False}
     build.overload("norm_rope")(*right.values())
     with pytest.raises(ValueError, match=message):
         build.overload("norm_rope")(*(right | changed).values())

@@ -79,7 +79,8 @@ def test_attention_passes_torchs_opcheck(implementation: Implementation, name: s
 
 def test_norms_pass_torchs_opcheck(compiled: None) -> None:
     x, angles = torch.randn(1, 4, 5, 16), torch.ones(1, 5, 8)
-    values = (x, "rms", torch.ones(16), None, 1e-6, torch.tensor([1.0, 2.0, 8.0]), angles, angles, False)
+    norm = Norm("rms", torch.ones(16), knee=torch.tensor([1.0, 2.0, 8.0]))
+    values = (x, x[:, :2], *pack_norms(norm, norm, Rotary(angles, angles)))
     assert [argument.name for argument in build.overload("norm_rope")._schema.arguments] == [*norm_rope.FIELDS]
     opcheck(build.overload("norm_rope"), values, test_utils="test_schema")
     pytest.importorskip("triton")

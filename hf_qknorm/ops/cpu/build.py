@@ -42,17 +42,16 @@ def why_not(wait: bool = True) -> str | None:
 
     Raises RuntimeError if HF_QKNORM_CPU=1 demands kernels that can't be compiled, and ValueError for another switch.
     """
+    if _overloads and not torch.compiler.is_compiling() and _switch() != "0":
+        return None
     return _why_not(wait, torch.compiler.is_compiling(), torch.compiler.is_exporting())
 
 
 @constant_in_traces
 def _why_not(wait: bool, traced: bool, exported: bool) -> str | None:
-    wanted = os.environ.get(SWITCH) or None
     if exported:
         return "an exported graph runs on machines without the C++ kernels, too"
-    if wanted not in (None, "0", "1"):
-        raise ValueError(f"{SWITCH} must be 1 (demand the C++ kernels) or 0 (never use them), got {wanted!r}")
-    if wanted == "0":
+    if (wanted := _switch()) == "0":
         return f"{SWITCH}=0 turns the C++ kernels off"
     reason = None if _overloads else _why_not_loaded(wait or wanted == "1", traced)
     if reason is not None and wanted == "1":
@@ -61,6 +60,14 @@ def _why_not(wait: bool, traced: bool, exported: bool) -> str | None:
             f"cause, or unset {SWITCH}, to compute attention in PyTorch"
         )
     return reason
+
+
+@cache
+def _switch() -> str | None:
+    """The switch, read once: to look a variable up takes as long as a small operator."""
+    if (wanted := os.environ.get(SWITCH) or None) not in (None, "0", "1"):
+        raise ValueError(f"{SWITCH} must be 1 (demand the C++ kernels) or 0 (never use them), got {wanted!r}")
+    return wanted
 
 
 def _why_not_loaded(wait: bool, traced: bool) -> str | None:

@@ -5,7 +5,7 @@ All arithmetic is in fp32, whatever the dtype of the heads, with one rounding at
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -13,11 +13,11 @@ from torch import Tensor
 from hf_qknorm.ops.checks import refuse_forward_mode
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.fused_checks import why_not_rotary
-from hf_qknorm.ops.registration import NORM, ROTARY, differentiable
-from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, NO_ANGLES, Heads
+from hf_qknorm.ops.registration import NORM_ROPE, PARAMETERS, QUERIES_KEYS, differentiable, pack_norms
+from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, Heads, Norm, Rotary
 
 KINDS: Final = ("none", "rms", "layer", "l2")
-FIELDS: Final = {"x": "Tensor"} | {name: kind for name, kind in NORM.items() if name != "p"} | ROTARY
+FIELDS: Final = QUERIES_KEYS | NORM_ROPE
 
 
 def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
@@ -25,11 +25,19 @@ def norm_rope(heads: Heads) -> tuple[Tensor, Tensor]:
 
     Attention in C++ reads them faster so than laid out as `[B, T, H, D]`.
     """
-    q, k, _, q_norm, k_norm, rotary = heads
-    run = build.overload("differentiable_norm_rope" if torch.is_grad_enabled() else "norm_rope")
-    angles = rotary or NO_ANGLES
-    refuse_forward_mode((q, k, *q_norm, *k_norm, *angles))
-    return run(q, *q_norm[:4], q_norm.knee, *angles), run(k, *k_norm[:4], k_norm.knee, *angles)
+    return _run(*heads[:2], *pack_norms(*heads[3:]))
+
+
+def norm_rope_one(x: Tensor, norm: Norm, rotary: Rotary | None) -> Tensor:
+    """Norm and rotate queries or keys `[B, H, T, D]` alone."""
+    return _run(x, None, *pack_norms(norm, Norm(), rotary))[0]
+
+
+def _run(*arguments: Any) -> tuple[Tensor, Tensor]:
+    refuse_forward_mode(arguments)
+    found: tuple[Tensor, Tensor]
+    found = build.overload("differentiable_norm_rope" if torch.is_grad_enabled() else "norm_rope")(*arguments)
+    return found
 
 
 def why_not(heads: Heads) -> str | None:
@@ -46,5 +54,9 @@ def why_not(heads: Heads) -> str | None:
 
 @build.once_loaded
 def _add(compiled: build.Overloads) -> build.Overloads:
-    forward, backward = compiled["norm_rope"], compiled["norm_rope_backward"]
-    return {"differentiable_norm_rope": differentiable(FIELDS, ("x", "gain", "bias"), forward, backward, kept=0)}
+    def backward(dq: Tensor, dk: Tensor, q: Tensor, k: Tensor | None, *norms: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = compiled["norm_rope_backward"](dq, None if k is None else dk, q, k, *norms)
+        return found
+
+    run = differentiable(FIELDS, (*QUERIES_KEYS, *PARAMETERS), compiled["norm_rope"], backward, kept=0)
+    return {"differentiable_norm_rope": run}

@@ -52,6 +52,17 @@ class _Draw:
         shape = self.random.choice(((1,), (self.columns,), (heads, self.columns)))
         return self.normal(*shape, dtype=self.random.choice((self.dtype, torch.float32)))
 
+    def norm(self, side: str, heads: int) -> Values:
+        shape = torch.tensor([1.5, self.random.choice((0.0, 2.0)), self.random.choice(SHARPNESSES)])
+        values = {
+            "kind": self.random.choice(KINDS[1:]),
+            "gain": self.maybe(lambda: self.parameter(heads)),
+            "bias": self.maybe(lambda: self.parameter(heads)),
+            "eps": 0.5,
+            "knee": self.maybe(lambda: shape.to(self.random.choice(DTYPES))),
+        }
+        return {f"{side}_{name}": x for name, x in values.items()}
+
     def queries_keys_values(self, keys: int) -> Values:
         """In the layout of projections."""
         count = {"q": (self.heads, self.queries), "k": (self.heads_kv, keys), "v": (self.heads_kv, keys)}
@@ -99,23 +110,20 @@ def _backward(seed: int) -> Values:
 
 def _norm_rope(seed: int) -> Values:
     draw = _Draw(seed)
-    x = draw.normal(draw.batch, draw.queries, draw.heads, draw.columns).transpose(1, 2)
-    gain, bias = (draw.maybe(lambda: draw.parameter(draw.heads)) for _ in range(2))
-    shape = torch.tensor([1.5, draw.random.choice((0.0, 2.0)), draw.random.choice(SHARPNESSES)])
-    knee = draw.maybe(lambda: shape.to(draw.random.choice(DTYPES)))
-    kind = draw.random.choice(KINDS[1:])
-    return {"x": x, "kind": kind, "gain": gain, "bias": bias, "eps": 0.5, "knee": knee, **draw.angles()}
+    heads = draw.queries_keys_values(draw.queries)
+    q, k = heads["q"], draw.maybe(lambda: heads["k"])
+    return {"q": q, "k": k, **draw.norm("q", draw.heads), **draw.norm("k", draw.heads_kv), **draw.angles()}
 
 
 def _norm_rope_backward(seed: int) -> Values:
     values = _norm_rope(seed)
-    return values | {"grad": torch.ones_like(values["x"])}
+    return values | {f"d{side}": None if values[side] is None else torch.ones_like(values[side]) for side in "qk"}
 
 
 def _call(name: str, values: Values) -> list[Tensor]:
     overload = build.overload(name)
     found = overload(*(values.get(x.name, 0.5) for x in overload._schema.arguments))  # measure's threshold
-    return [found] if isinstance(found, Tensor) else [*found]
+    return [found] if isinstance(found, Tensor) else [x for x in found if x is not None]
 
 
 DRAWS = {"backward": _backward, "norm_rope": _norm_rope, "norm_rope_backward": _norm_rope_backward}

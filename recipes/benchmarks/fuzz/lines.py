@@ -17,7 +17,6 @@ Sizes = dict[str, int]  # the axes of its tensors, by name
 SCALAR: Final = "() | 1"
 HEADS: Final = "fp32, bf16 or fp16"
 OF_Q: Final = "q's dtype"
-OF_X: Final = "x's dtype"
 FLOATING: Final = "floating point"
 DTYPES: Final[dict[str, tuple[torch.dtype, ...]]] = {
     HEADS: (torch.float32, torch.bfloat16, torch.float16),
@@ -33,7 +32,8 @@ class Line:
     """A tensor: its shapes ("B Hk S D", alternatives divided by "|", "B/1" for B or 1), dtype and layout.
 
     "rows": dense rows, which the operator writes. "packed": contiguous. `limits` are further demands on the axes and
-    the other arguments, with the words for them. `beside` is the argument without which it must be absent.
+    the other arguments, with the words for them. `beside` is the argument without which it must be absent, and `of` the
+    one without which it is not read.
     """
 
     shapes: str
@@ -41,17 +41,20 @@ class Line:
     layout: str = "any"
     optional: bool = False
     beside: str | None = None
+    of: str | None = None
     limits: tuple[tuple[str, Callable[[Sizes, Values], bool]], ...] = ()
 
     def fits(self, x: Any, values: Values, sizes: Sizes) -> bool:
         """Whether x is such a tensor; adds its axes to the sizes."""
+        if self.of is not None and values[self.of] is None:
+            return True
         if self.beside is not None and (x is None) != (values[self.beside] is None):
             return False
         if x is None:
             return self.optional
         if not isinstance(x, Tensor) or x.device != torch.device("cpu") or x.layout != torch.strided:
             return False
-        wanted = (values.get(self.dtype[0], x).dtype,) if self.dtype in (OF_Q, OF_X) else DTYPES[self.dtype]
+        wanted = (values.get(self.dtype[0], x).dtype,) if self.dtype == OF_Q else DTYPES[self.dtype]
         if x.dtype not in wanted:
             return False
         shapes = [shape.replace("()", "").split() for shape in self.shapes.split("|")]

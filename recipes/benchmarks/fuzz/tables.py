@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, Final
 
-from fuzz.lines import FLOATING, HEADS, OF_Q, OF_X, Line, Number, Sizes, Table, Values, is_finite
+from fuzz.lines import FLOATING, HEADS, OF_Q, Line, Number, Sizes, Table, Values, is_finite
 from hf_qknorm.ops.cpu.norm_rope import KINDS
 
 MOST_COLUMNS: Final = 256
@@ -37,7 +37,6 @@ Q: Final = Line("B H T D", HEADS, limits=(COLUMNS,))
 KEYS: Final = Line("B Hk S D", OF_Q)
 COS: Final = Line("B/1 T R", FLOATING, optional=True, beside="sin", limits=(ROTATES,))
 SIN: Final = replace(COS, beside="cos", limits=(("of the shape of cos", lambda s, values: _like_cos(values)),))
-PARAMETER: Final = Line("1 | D | H D", FLOATING, optional=True)
 
 
 def _seeded(x: Any, values: Values) -> bool:
@@ -68,18 +67,31 @@ BACKWARD: Final[Table] = ATTENTION | {
 MEASURE: Final[Table] = {name: line for name, line in ATTENTION.items() if name != "dropout"}
 
 
+def norm(side: str, heads: str) -> Table:
+    """The arguments of a norm of queries or keys, which are not read without them."""
+    parameter = Line(f"1 | D | {heads} D", FLOATING, optional=True, of=side)
+    return {
+        f"{side}_kind": Number("none, rms, layer or l2", lambda x, values: x in KINDS or values[side] is None),
+        f"{side}_gain": parameter,
+        f"{side}_bias": parameter,
+        f"{side}_eps": Number("≥ 0", lambda x, values: x >= 0 or values[side] is None),
+        f"{side}_knee": Line("3", HEADS, optional=True, of=side),
+    }
+
+
 CPP_NORM_ROPE: Final[Table] = {
-    "x": Q,
-    "kind": Number("none, rms, layer or l2", lambda x, values: x in KINDS),
-    "gain": PARAMETER,
-    "bias": PARAMETER,
-    "eps": Number("≥ 0", lambda x, values: x >= 0),
-    "knee": Line("3", HEADS, optional=True),
+    "q": Q,
+    "k": Line("B Hk T D", OF_Q, optional=True, limits=(("Hk ≥ 1", lambda s, values: s["Hk"] >= 1),)),
+    **norm("q", "H"),
+    **norm("k", "Hk"),
     "cos": COS,
     "sin": SIN,
     "interleaved": SWITCH,
 }
-CPP_NORM_ROPE_BACKWARD: Final[Table] = CPP_NORM_ROPE | {"grad": Line("B H T D", OF_X)}
+CPP_NORM_ROPE_BACKWARD: Final[Table] = CPP_NORM_ROPE | {
+    "dq": Line("B H T D", OF_Q),
+    "dk": Line("B Hk T D", OF_Q, optional=True, beside="k"),
+}
 
 
 CPP: Final[dict[str, Table]] = {

@@ -35,7 +35,7 @@ class Loader:
 
 def forget_the_build() -> None:
     """Forget what this process knows of compiler and library."""
-    for function in (build._why_impossible, build.name, build._library, build._loading):
+    for function in (build._why_impossible, build._switch, build.name, build._library, build._loading):
         function.cache_clear()
 
 
@@ -106,7 +106,7 @@ def test_a_failure_is_a_reason_and_logged_once(
     assert "are not available" in messages[1]
     with pytest.raises(RuntimeError, match="not available: .*Error building"):
         build.overload("forward")
-    monkeypatch.setenv(build.SWITCH, "1")
+    monkeypatch.setattr(build, "_switch", lambda: "1")
     with pytest.raises(RuntimeError, match="HF_QKNORM_CPU=1 demands"):
         build.why_not()
 

@@ -9,16 +9,12 @@ int64_t tile_keys(int64_t head_dim) { return std::clamp<int64_t>(16384 / head_di
 
 // The normaliser and grad·out of each row.
 struct RowNumbers {
-  alignas(64) float shift[BLOCK_ROWS];
-  alignas(64) float inverse[BLOCK_ROWS];
-  alignas(64) float delta[BLOCK_ROWS];
+  alignas(64) float shift[BLOCK_ROWS] = {};
+  alignas(64) float inverse[BLOCK_ROWS] = {};
+  alignas(64) float delta[BLOCK_ROWS] = {};
 
   RowNumbers(const Problem& problem, const Gradients& gradients, const Rows& rows) {
-    for (int64_t r = 0; r < rows.width; ++r) {
-      if (r >= rows.count) {
-        shift[r] = inverse[r] = delta[r] = 0;
-        continue;
-      }
+    for (int64_t r = 0; r < rows.count; ++r) {
       const int64_t row = (rows.b * problem.heads + rows.head(r)) * problem.queries + rows.query(r);
       shift[r] = gradients.normaliser[2 * row], inverse[r] = gradients.normaliser[2 * row + 1];
       delta[r] = gradients.delta[row];

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <optional>
+#include <string>
 
 #include "norm_rope.h"
 
@@ -83,28 +84,35 @@ inline void check_gradients(const Tensor& q, const Tensor& grad, const Tensor& o
 }
 
 // A norm's gain or bias: [1], [D] or [H, D]
-inline void check_parameter(const char* name, const MaybeTensor& x, int64_t heads, int64_t columns) {
+inline void check_parameter(const std::string& name, const MaybeTensor& x, int64_t heads, int64_t columns) {
   if (!x) return;
-  if (x->dim() == 2) check_floating(name, *x, {heads, columns});
-  else check_floating(name, *x, {x->numel() == 1 ? 1 : columns});
+  if (x->dim() == 2) check_floating(name.c_str(), *x, {heads, columns});
+  else check_floating(name.c_str(), *x, {x->numel() == 1 ? 1 : columns});
 }
 
-// Heads, their norm and rotation.
-inline void check_norm_rope(const Tensor& x, const NormRope& by) {
+// Heads, their norm and rotation; `side` is q or k.
+inline void check_norm_rope(const std::string& side, const Tensor& x, const NormRope& by) {
   const auto& [kind, gain, bias, eps, knee, cos, sin, interleaved] = by;
-  check_heads("x", x);
-  TORCH_CHECK_VALUE(kind == "none" || kind == "rms" || kind == "layer" || kind == "l2",
-                    "kind must be none, rms, layer or l2, got ", kind);
-  check_parameter("gain", gain, x.size(1), x.size(3));
-  check_parameter("bias", bias, x.size(1), x.size(3));
-  TORCH_CHECK_VALUE(eps >= 0, "eps must not be negative, got ", eps);
-  if (knee) check_shape("knee", *knee, {3}), check_head_type("knee", *knee);
+  check_heads(side.c_str(), x);
+  TORCH_CHECK_VALUE(kind == "none" || kind == "rms" || kind == "layer" || kind == "l2", side,
+                    "_kind must be none, rms, layer or l2, got ", kind);
+  check_parameter(side + "_gain", gain, x.size(1), x.size(3));
+  check_parameter(side + "_bias", bias, x.size(1), x.size(3));
+  TORCH_CHECK_VALUE(eps >= 0, side, "_eps must not be negative, got ", eps);
+  if (knee) check_shape((side + "_knee").c_str(), *knee, {3}), check_head_type((side + "_knee").c_str(), *knee);
   TORCH_CHECK_VALUE(cos.has_value() == sin.has_value(), "cos and sin must be given together");
   if (!cos) return;
   TORCH_CHECK_VALUE(cos->dim() == 3 && 2 * cos->size(2) <= x.size(3),
                     "cos must be [B or 1, T, R] with at most ", x.size(3) / 2, " angles, got ", cos->sizes());
   check_floating("cos", *cos, {cos->size(0) == 1 ? 1 : x.size(0), x.size(2), cos->size(2)});
   check_floating("sin", *sin, cos->sizes());
+}
+
+// Keys beside their queries, with their norm and rotation.
+inline void check_keys(const Tensor& q, const Tensor& k, const NormRope& by) {
+  check_heads("k", k);
+  check_tensor("k", k, q.scalar_type(), {q.size(0), k.size(1), q.size(2), q.size(3)});
+  check_norm_rope("k", k, by);
 }
 
 }  // namespace hf_qknorm

@@ -60,8 +60,7 @@ void attend(const Problem& problem, const Rows& rows, const Memory& memory, cons
     };
     const ByRow keys = load(problem.k, memory.keys), values = load(problem.v, memory.values);
     score_heads<T>(problem, rows, count, keys, memory.queries, memory.scores, memory.pairs);
-    const Dropout* factors = problem.dropout > 0 ? &dropout : nullptr;
-    weigh(problem, rows, {memory.scores, BLOCK_ROWS, first, count, factors}, softmax);
+    weigh(problem, rows, {memory.scores, BLOCK_ROWS, first, count, problem.dropout > 0 ? &dropout : nullptr}, softmax);
     if (!problem.bounded() && first > rows.first_key)
       for (int64_t d = 0; d < head_dim; ++d)
         for (int64_t lane = 0; lane < rows.width; lane += LANES) {

@@ -146,23 +146,21 @@ void each_row(const at::Tensor& x, int64_t begin, int64_t end, const Visit& visi
   for (int64_t item = begin; item < end; ++item) visit(item / heads / length, item / heads % length, item % heads, item);
 }
 
-int64_t place_of(const at::Tensor& x, int64_t b, int64_t t, int64_t head) {
-  return b * x.stride(0) + head * x.stride(1) + t * x.stride(2);
-}
-
 template <class T>
-const T* row_of(const at::Tensor& x, int64_t b, int64_t t, int64_t head) {
-  return x.const_data_ptr<T>() + place_of(x, b, t, head);
+T* row_of(const at::Tensor& x, T* data, int64_t b, int64_t t, int64_t head) {
+  return data + b * x.stride(0) + head * x.stride(1) + t * x.stride(2);
 }
 
 template <class T>
 void all_rows(const at::Tensor& x, const Steps& by, const at::Tensor& out) {
   const int64_t heads = x.size(1), length = x.size(2), count = x.size(3);
   const int64_t grain = std::max<int64_t>(COLUMNS_OF_A_THREAD / count, 1);
+  const T* from = x.const_data_ptr<T>();
+  T* to = out.data_ptr<T>();
   at::parallel_for(0, x.size(0) * heads * length, grain, [&](int64_t begin, int64_t end) {
     each_row(x, begin, end, [&](int64_t b, int64_t t, int64_t head, int64_t) {
       float row[MOST_COLUMNS];
-      widen(row_of<T>(x, b, t, head), row, count);
+      widen(row_of(x, from, b, t, head), row, count);
       if (by.kind.normed) {
         normalise(by.kind, row, count);
         if (by.gain.data)
@@ -171,7 +169,7 @@ void all_rows(const at::Tensor& x, const Steps& by, const at::Tensor& out) {
           for (int64_t i = 0; i < count; ++i) row[i] += by.bias.at(head)[i];
       }
       if (by.cos.data) rotate(by.cos.at(b, t), by.sin.at(b, t), by.cos.pairs, by.interleaved, 1.0f, row);
-      narrow(row, out.data_ptr<T>() + place_of(out, b, t, head), count);
+      narrow(row, row_of(out, to, b, t, head), count);
     });
   });
 }
@@ -212,7 +210,8 @@ void all_gradients(const at::Tensor& x, const at::Tensor& grad, const Steps& by,
       gains[part].assign(dgain ? width : 0, 0.0), biases[part].assign(dbias ? width : 0, 0.0);
       each_row(x, part * rows / parts * heads, (part + 1) * rows / parts * heads,
                [&](int64_t b, int64_t t, int64_t head, int64_t item) {
-                 gradient_of_row(row_of<T>(x, b, t, head), row_of<T>(grad, b, t, head), by, b, t, head, count,
+                 gradient_of_row(row_of(x, x.const_data_ptr<T>(), b, t, head),
+                                 row_of(grad, grad.const_data_ptr<T>(), b, t, head), by, b, t, head, count,
                                  dx + item * count, gains[part], biases[part]);
                });
     }

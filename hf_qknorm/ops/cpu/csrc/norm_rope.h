@@ -5,7 +5,6 @@
 
 #include <optional>
 #include <string_view>
-#include <tuple>
 
 namespace hf_qknorm {
 
@@ -26,7 +25,9 @@ struct NormRope {
 at::Tensor norm_rope(const at::Tensor& x, const NormRope& by);
 
 // Gradients of x, laid out as [B, T, H, D], and of gain and bias, [0, D] without one.
-using HeadGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+struct HeadGradients {
+  at::Tensor x, gain, bias;
+};
 
 // The gradients for `grad` [B, H, T, D], that of the result, each in the dtype of its tensor. The rows of grad are dense.
 // A row of zeros has a gradient of zero. With the same number of threads, they are the same bits on each run.

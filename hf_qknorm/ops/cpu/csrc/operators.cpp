@@ -87,27 +87,40 @@ Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const Mayb
   return results;
 }
 
-Tensor run_norm_rope(const Tensor& x, std::string_view kind, const MaybeTensor& gain, const MaybeTensor& bias, double eps,
-                     const MaybeTensor& knee, const MaybeTensor& cos, const MaybeTensor& sin, bool interleaved) {
-  const NormRope by{kind, gain, bias, eps, knee, cos, sin, interleaved};
-  check_norm_rope(x, by);
-  return norm_rope(dense(x), by);
+// The arguments of norms and RoPE, as in the schema below, and of one of the norms. The order p is of norms in Python.
+#define HF_QKNORM_SIDE(side)                                                                     \
+  std::string_view side##_kind, const MaybeTensor &side##_gain, const MaybeTensor &side##_bias, \
+      double side##_eps, double, const MaybeTensor &side##_knee
+#define HF_QKNORM_SIDES \
+  HF_QKNORM_SIDE(q), HF_QKNORM_SIDE(k), const MaybeTensor &cos, const MaybeTensor &sin, bool interleaved
+#define HF_QKNORM_OF(side) \
+  NormRope { side##_kind, side##_gain, side##_bias, side##_eps, side##_knee, cos, sin, interleaved }
+
+// Without keys their results are undefined tensors: None.
+std::tuple<Tensor, Tensor> run_norm_rope(const Tensor& q, const MaybeTensor& k, HF_QKNORM_SIDES) {
+  check_norm_rope("q", q, HF_QKNORM_OF(q));
+  if (k) check_keys(q, *k, HF_QKNORM_OF(k));
+  return {norm_rope(dense(q), HF_QKNORM_OF(q)), k ? norm_rope(dense(*k), HF_QKNORM_OF(k)) : Tensor()};
 }
 
-HeadGradients run_norm_rope_backward(const Tensor& grad, const Tensor& x, std::string_view kind, const MaybeTensor& gain,
-                                     const MaybeTensor& bias, double eps, const MaybeTensor& knee, const MaybeTensor& cos,
-                                     const MaybeTensor& sin, bool interleaved) {
-  const NormRope by{kind, gain, bias, eps, knee, cos, sin, interleaved};
-  check_norm_rope(x, by);
-  check_tensor("grad", grad, x.scalar_type(), x.sizes());
-  return norm_rope_backward(dense(grad), dense(x), by);
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> run_norm_rope_backward(
+    const Tensor& dq, const MaybeTensor& dk, const Tensor& q, const MaybeTensor& k, HF_QKNORM_SIDES) {
+  check_norm_rope("q", q, HF_QKNORM_OF(q));
+  check_tensor("dq", dq, q.scalar_type(), q.sizes());
+  TORCH_CHECK_VALUE(dk.has_value() == k.has_value(), "dk and k must be given together");
+  if (k) check_keys(q, *k, HF_QKNORM_OF(k)), check_tensor("dk", *dk, k->scalar_type(), k->sizes());
+  const HeadGradients of_q = norm_rope_backward(dense(dq), dense(q), HF_QKNORM_OF(q));
+  const auto of_k = k ? norm_rope_backward(dense(*dk), dense(*k), HF_QKNORM_OF(k)) : HeadGradients();
+  return {of_q.x, of_k.x, of_q.gain, of_q.bias, of_k.gain, of_k.bias};
 }
 
 #define HF_QKNORM_CALL                                                                                 \
   "Tensor q, Tensor k, Tensor v, Tensor? ranges, Tensor? sinks, Tensor? seed, float scale, float? cap, " \
   "bool causal, int? window, float dropout"
-#define HF_QKNORM_HEADS                                                                                            \
-  "Tensor x, str kind, Tensor? gain, Tensor? bias, float eps, Tensor? knee, Tensor? cos, Tensor? sin, bool interleaved"
+#define HF_QKNORM_NORM(side) \
+  "str " side "_kind, Tensor? " side "_gain, Tensor? " side "_bias, float " side "_eps, float " side "_p, Tensor? " side "_knee, "
+#define HF_QKNORM_HEADS \
+  "Tensor q, Tensor? k, " HF_QKNORM_NORM("q") HF_QKNORM_NORM("k") "Tensor? cos, Tensor? sin, bool interleaved"
 
 TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   const auto add = [&](const char* schema, auto* run) {
@@ -117,8 +130,9 @@ TORCH_LIBRARY(TORCH_EXTENSION_NAME, library) {
   add("backward(Tensor grad, Tensor out, Tensor normaliser, " HF_QKNORM_CALL ", bool gradients, int parts) "
       "-> (Tensor, Tensor, Tensor, Tensor)", run_backward);
   add("measure(" HF_QKNORM_CALL ", float threshold) -> Tensor", run_measure);
-  add("norm_rope(" HF_QKNORM_HEADS ") -> Tensor", run_norm_rope);
-  add("norm_rope_backward(Tensor grad, " HF_QKNORM_HEADS ") -> (Tensor, Tensor, Tensor)", run_norm_rope_backward);
+  add("norm_rope(" HF_QKNORM_HEADS ") -> (Tensor, Tensor)", run_norm_rope);
+  add("norm_rope_backward(Tensor dq, Tensor? dk, " HF_QKNORM_HEADS ") -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+      run_norm_rope_backward);
 }
 
 }  // namespace

@@ -1,8 +1,6 @@
 // Products of heads of bf16 numbers by the CPU's own instructions, which add two products to a sum in fp32.
 #pragma once
 
-#include <type_traits>
-
 #include "tiles.h"
 
 namespace hf_qknorm {

@@ -122,12 +122,8 @@ struct Rows {
     for (int64_t r = 0; r < count; ++r) {
       const int64_t position = query(r) + problem.keys - problem.queries;
       int64_t from = 0, to = problem.keys;
-      if (problem.causal) to = std::min(to, position + 1);
-      if (problem.window && problem.causal) from = std::max(from, position + 1 - *problem.window);
-      if (problem.window && !problem.causal) {
-        from = std::max(from, position - *problem.window);
-        to = std::min(to, position + *problem.window + 1);
-      }
+      if (problem.window) from = std::max(from, position - *problem.window + problem.causal);
+      if (problem.causal || problem.window) to = std::min(to, position + 1 + (problem.causal ? 0 : *problem.window));
       if (problem.ranges) {
         const int32_t* range = problem.ranges + b * problem.ranges_batch + 2 * query(r);
         from = std::max<int64_t>(from, range[0]);

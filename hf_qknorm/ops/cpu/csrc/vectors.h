@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <memory>
 #include <new>
+#include <type_traits>
 
 namespace hf_qknorm {
 
@@ -38,15 +39,11 @@ struct Vecs {
 
 inline Vec load_wide(const float* x) { return Vec::loadu(x); }
 
-inline Vec load_wide(const c10::BFloat16* x) {
+template <class T>
+inline Vec load_wide(const T* x) {
   Vec wide;
-  at::vec::load_fp32_from_bf16(x, wide);
-  return wide;
-}
-
-inline Vec load_wide(const c10::Half* x) {
-  Vec wide;
-  at::vec::load_fp32_from_fp16(x, wide);
+  if constexpr (std::is_same_v<T, c10::Half>) at::vec::load_fp32_from_fp16(x, wide);
+  else at::vec::load_fp32_from_bf16(x, wide);
   return wide;
 }
 
@@ -82,20 +79,13 @@ void with_dtype(c10::ScalarType dtype, const Run& run) {
 }
 
 // Memory for fp32 numbers at the start of a cache line, freed with its owner.
-class Scratch {
- public:
-  explicit Scratch(int64_t count) {
-    const int64_t bytes = (count * int64_t(sizeof(float)) + 63) / 64 * 64;
-    memory_.reset(static_cast<float*>(std::aligned_alloc(64, bytes > 0 ? bytes : 64)));
-    if (!memory_) throw std::bad_alloc();
-  }
-  float* data() const { return memory_.get(); }
+struct Scratch {
+  std::unique_ptr<void, decltype(&std::free)> memory;
 
- private:
-  struct Free {
-    void operator()(float* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<float, Free> memory_;
+  explicit Scratch(int64_t count) : memory(std::aligned_alloc(64, (count * sizeof(float) / 64 + 1) * 64), &std::free) {
+    if (!memory) throw std::bad_alloc();
+  }
+  float* data() const { return static_cast<float*>(memory.get()); }
 };
 
 }  // namespace hf_qknorm
