@@ -62,18 +62,22 @@ class Result(NamedTuple):
 
 def forward(heads: Heads, visible: Visible, options: Options, statistics: bool = False) -> Result:
     """Attention over heads, with their norms and RoPE; see `library.fused_attention`."""
-    if not heads.raw and not statistics and not options.dropout and attention_decode.suits(heads.q, heads.k):
-        return Result(*attention_decode.forward(heads.q, heads.k, heads.v, visible, options), None, None)
     call = _Call(PreparedHeads.of(heads, options), visible, options)
+    if not heads.raw and not statistics and not options.dropout and attention_decode.suits(heads.q, heads.k):
+        tile = attention_decode.tile(heads.q, heads.k)
+        # pointers on Hopper too: the host encodes a descriptor anew for each launch
+        loop = call.loops(tile, call.forward_variants(), POINTERS=True)
+        return Result(*attention_decode.forward(*call, tile, loop), None, None)
     out = laid_out(heads.q)
     normaliser = heads.q.new_empty(*heads.q.shape[:3], 2, dtype=torch.float32)
     largest, entropy = (normaliser.new_empty(heads.q.shape[:3]) for _ in range(2)) if statistics else (None, None)
     if gluon.serves(heads.q, visible, options, statistics):
-        gluon.run(call.prepared, out, normaliser, options.causal, call.forward_variants())
+        gluon.run(call.prepared, out, normaliser, call.loops(gluon.TILE, call.forward_variants()))
     else:
         (q, k, *_), tile = call.prepared, tiles(heads.q).forward
         arguments = call.arguments(tile)
-        arguments |= call.loops(tile, call.forward_variants(), SINKS=visible.sinks is not None, STATISTICS=statistics)
+        sinks = visible.sinks is not None
+        arguments |= call.loops(tile, call.forward_variants(sinks), SINKS=sinks, STATISTICS=statistics)
         arguments |= {"OUT": as_tiles(out, tile.queries), "ranges": visible.ranges, "sinks": visible.sinks}
         arguments |= {"normaliser": normaliser, "largest_out": largest, "entropy_out": entropy}
         arguments["section"] = schedule.query_section(q, k, tile.queries)
@@ -110,10 +114,10 @@ class _Call(NamedTuple):
             "num_stages": tile.stages,
         }
 
-    def forward_variants(self) -> list[LoopVariant]:
-        """The loops of the forward pass."""
-        (q, *_, bound, _, _, _), (_, sinks, *_), options = self
-        return forward_variants(q.dtype, options.softcap, bound is not None, sinks is not None)
+    def forward_variants(self, sinks: bool = False) -> list[LoopVariant]:
+        """The loops of the forward pass, which begin with the `sinks` if there are any."""
+        q, bound = self.prepared.q, self.prepared.bound
+        return forward_variants(q.dtype, self.options.softcap, bound is not None, sinks)
 
     def backward_variants(self) -> list[LoopVariant]:
         """The loops of the gradients: with forward's tanh; the log-sum-exp replaces the maximum."""
@@ -134,7 +138,7 @@ class _Call(NamedTuple):
             "PRECISION": precision(q.dtype),
         }
         score = ScoreArguments(unit, cap, variants[0].limit, *dropout_numbers(options.dropout))
-        return {"score": score, **loop_constants(tile, q.shape[-1], *variants, **fields, **own)}
+        return {"score": score, **loop_constants(tile, q.shape[-1], *variants, **fields | own)}
 
 
 class Gradients(NamedTuple):
