@@ -141,44 +141,34 @@ class _Call(NamedTuple):
         return {"score": score, **loop_constants(tile, q.shape[-1], *variants, **fields | own)}
 
 
-class Gradients(NamedTuple):
-    """Gradients of raw q, k, v, of the norms' gains and biases, and of the sinks; None for absent ones."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_gain: Tensor | None
-    q_bias: Tensor | None
-    k_gain: Tensor | None
-    k_bias: Tensor | None
-    sinks: Tensor | None
-
-
 def backward(
     grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, normaliser: Tensor
-) -> Gradients:
-    """Gradients for `grad` `[B, H, T, D]`, from raw heads, output and normaliser alone; the same bits on each run."""
+) -> tuple[Tensor | None, ...]:
+    """Gradients of raw q, k and v, of gain and bias of q's norm and of k's, and of the sinks; None for absent ones.
+
+    They are computed for `grad` `[B, H, T, D]` from raw heads, output and normaliser alone: the same bits on each run.
+    """
     call, grad = _Call(PreparedHeads.of(heads, options), visible, options), dense(grad)
     row_terms = _row_terms(grad, dense(out), normaliser)
     in_kernel = _kernels_undo_norm(heads)
     inner = heads if in_kernel else heads._replace(q_norm=Norm(), k_norm=Norm(), rotary=None)
     dtype = heads.q.dtype if in_kernel else torch.float32
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
-    q_gain, q_bias = _query_gradient(call, grad, row_terms, Raw(inner.q, inner.q_norm, inner.rotary, dq))
+    q_parameters = _query_gradient(call, grad, row_terms, Raw(inner.q, inner.q_norm, inner.rotary, dq))
     # prepared queries hold a part of the scale: see ops/README.md
     factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
-    k_gain, k_bias = _key_gradient(call, grad, row_terms, Raw(inner.k, inner.k_norm, inner.rotary, dk), dv, factor)
+    k_parameters = _key_gradient(call, grad, row_terms, Raw(inner.k, inner.k_norm, inner.rotary, dk), dv, factor)
     dsinks = None
     if visible.sinks is not None:
         peak, total = normaliser.unbind(-1)
         weight = torch.exp2(visible.sinks.float()[:, None] * LOG2E - peak) / total
         terms = (weight * row_terms[:, :, 1, : total.shape[2]]).masked_fill(total == 0, 0.0)
         dsinks = -terms.sum((0, 2)).to(visible.sinks.dtype)
-    if not in_kernel:
-        undone = norm_rope.backward(dq, dk, heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary)
-        assert undone.k is not None
-        dq, dk, q_gain, q_bias, k_gain, k_bias = undone.q, undone.k, *undone[2:]
-    return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
+    if in_kernel:
+        return dq, dk, dv, *q_parameters, *k_parameters, dsinks
+    q, k, _, q_norm, k_norm, rotary = heads
+    dq_raw, dk_raw, *parameters = norm_rope.backward(dq, dk, q, k, q_norm, k_norm, rotary)
+    return dq_raw, dk_raw, dv, *parameters, dsinks
 
 
 def _row_terms(grad: Tensor, out: Tensor, normaliser: Tensor) -> Tensor:

@@ -32,21 +32,16 @@ def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> b
 
     Triton's interpreter knows no Gluon. Raises ValueError for a switch that is neither 1 nor 0.
     """
-    if not switched_on() or INTERPRETED or capability(q.device) != HOPPER or _module() is None:
+    switch = os.environ.get(SWITCH) or "1"
+    if switch not in ("0", "1"):
+        raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it is faster) or 0 (never), got {switch!r}")
+    if switch == "0" or INTERPRETED or capability(q.device) != HOPPER or _module() is None:
         return False
     supported = visible.ranges is None and visible.sinks is None and options.window is None and not options.dropout
     halves = q.dtype in (torch.bfloat16, torch.float16)
     b, h, t, head_dim = q.shape
     enough = -(-t // TILE.queries) * b * h >= FEWEST * gpu(q.device).processors
     return supported and halves and enough and not statistics and head_dim == HEAD_DIM
-
-
-def switched_on() -> bool:
-    """Whether the environment allows the Gluon kernel, as it does by default."""
-    value = os.environ.get(SWITCH) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it is faster) or 0 (never), got {value!r}")
-    return value == "1"
 
 
 @cache
