@@ -203,14 +203,8 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 
 
-def _known_heads(module: Any) -> tuple[int, int, int]:
-    """The heads of a module of any type; 0 for a width that it does not name as most do."""
-    heads: int = module.config.num_attention_heads
-    return heads, heads // getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", 0)
-
-
 # Of every other type, each module that calls transformers' attention interface: it takes a cap alone.
-CAPPED: Final = Family("", Style(heads=_known_heads), pre_norm="", rope=None)
+CAPPED: Final = Family("", Style(), pre_norm="", rope=None)
 
 
 def known_families() -> list[str]:
