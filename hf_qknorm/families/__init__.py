@@ -35,6 +35,7 @@ NONE: Final = SCHEMES["none"]
 NO_ADAPTER: Final = without(
     "use_shared_attention_adapter", "each layer adds projections of its own to a shared attention"
 )
+NO_BLOCKS: Final = without("is_encoder_decoder", "its encoder selects blocks of keys")
 
 # BERT's relatives, and BART's, which are encoder-decoders or their decoders alone
 _encoder: Final = partial(Family, norm="layer", pre_norm="", causal="is_decoder")
@@ -53,11 +54,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "beam": Family("BeamAttention", normed.BEAM, own_norms=True, slides=by_layer),
     "bert": _encoder("BertSelfAttention", encoder.BERT),
     "bert-generation": _encoder("BertGenerationSelfAttention", encoder.BERT),
-    "bigbird_pegasus": _decoder(
-        "BigBirdPegasusDecoderAttention",
-        seq2seq.BIGBIRD,
-        unsupported=without("is_encoder_decoder", "its encoder selects blocks of keys"),
-    ),
+    "bigbird_pegasus": _decoder("BigBirdPegasusDecoderAttention", seq2seq.BIGBIRD, unsupported=NO_BLOCKS),
     "biogpt": Family("BioGptAttention", separate.BIOGPT, "layer", "self_attn_layer_norm"),
     "bitnet": Family("BitNetAttention", separate.BITNET),
     "blenderbot": _decoder("BlenderbotAttention", seq2seq.BART),

@@ -27,7 +27,7 @@ STEPS = 4  # tiles of a program of the backward, one after the other: its partia
 class NormedHeads(NamedTuple):
     """q̂ `[B, H, T, D]`, k̂ `[B, Hk, T, D]`, and the largest ‖q̂‖ of each group and ‖k̂‖, `[B, Hk, 2]` in fp32.
 
-    There is no bound unless it is asked for, nor without k.
+    There is no bound unless it is asked for.
     """
 
     q: Tensor
@@ -52,9 +52,7 @@ def forward(
     (batch, heads, length, _), heads_kv = q.shape, 0 if k is None else k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=q.device)
-    bound = None
-    if bounded and k is not None:
-        bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=q.device)
+    bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=q.device) if bounded else None
     arguments = _arguments(q, q_norm, k_norm, rotary)
     launch(
         norm_rope_kernel,
