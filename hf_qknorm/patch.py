@@ -70,13 +70,13 @@ def patch_model(
         return _patch_tower(model, *picked, scheme, attn_implementation)
     scheme = scheme.resolve()
     family = family_of(model.config, scheme)
-    require_own_forward(model, family)
+    layers = require_own_forward(model, family)
     if not scheme.changes_nothing:
-        check_one_config(model, own_layers(model, family))
+        check_one_config(model, layers)
     if scheme.norms:
-        check_offload(model, own_layers(model, family))
+        check_offload(model, layers)
     if not scheme.pre_norm:
-        check_foldable(model, family)
+        check_foldable(model, layers, family)
     if attn_implementation is not None:
         functions.check_mask_function(attn_implementation)
     base_backend = model.config._attn_implementation
@@ -231,8 +231,11 @@ def _require_bare(model: Any) -> None:
         )
 
 
-def require_own_forward(model: PreTrainedModel, family: Family) -> None:
-    """Refuse a model without the family's attention, or whose attention forward another tool has replaced."""
+def require_own_forward(model: PreTrainedModel, family: Family) -> dict[str, Any]:
+    """The family's attention modules in `model`, by name.
+
+    Refuses a model without any, and one whose attention forward another tool has replaced.
+    """
     layers = own_layers(model, family)
     if not layers:
         raise no_attention_error(model, family.attention)
@@ -244,6 +247,7 @@ def require_own_forward(model: PreTrainedModel, family: Family) -> None:
                 f"{name}: another tool has replaced the forward of {family.attention}, and patching would replace it "
                 "again. Load the model afresh and patch it first"
             )
+    return layers
 
 
 def _log(model: PreTrainedModel, scheme: Scheme) -> None:
