@@ -70,14 +70,15 @@ def patch_model(
         return _patch_tower(model, *picked, scheme, attn_implementation)
     scheme = scheme.resolve()
     family = family_of(model.config, scheme)
-    require_own_forward(model, family)
+    layers = require_own_forward(model, family)
     if not scheme.changes_nothing:
-        check_one_config(model, own_layers(model, family))
+        check_one_config(model, layers)
     if scheme.norms:
-        check_offload(model, own_layers(model, family))
+        check_offload(model, layers)
     if not scheme.pre_norm:
-        check_foldable(model, family)
-    backend = _backend(model, family, scheme, attn_implementation)
+        check_foldable(model, layers, family)
+    if attn_implementation is not None:
+        functions.check_mask_function(attn_implementation)
     base_backend = model.config._attn_implementation
     owners = [] if scheme.changes_nothing else config_owners(model)
     configs = [(owner, patched_config(owner.config, scheme)) for owner in owners]
@@ -90,8 +91,8 @@ def patch_model(
         install(model, family, scheme)
         plan_norms(model)
         model.qk_norm_base_backend = base_backend
-        if backend is not None:
-            model.set_attn_implementation(backend)
+        if attn_implementation is not None or scheme.softcap is not None:
+            model.set_attn_implementation(model.get_correct_attn_implementation(attn_implementation))
         _log(model, scheme)
         if not scheme.pre_norm:
             fold_pre_norms(model, keep)
@@ -99,18 +100,6 @@ def patch_model(
         if not scheme.changes_nothing:
             mark_in_memory(model)
     return model
-
-
-def _backend(model: PreTrainedModel, family: Family, scheme: Scheme, asked: str | None) -> str | None:
-    """The attention backend to set: the one asked for, or that a cap needs; None for the model's own."""
-    if asked is not None:
-        functions.check_mask_function(asked)
-    if scheme.softcap is not None:
-        own_forward = family.runs_own_forward(model.config)
-        asked = functions.cap_backend(asked, scheme.softcap, model.config, own_forward=own_forward)
-    if asked is None:
-        return None
-    return str(model.get_correct_attn_implementation(asked))
 
 
 def _patch_tower(
@@ -242,8 +231,11 @@ def _require_bare(model: Any) -> None:
         )
 
 
-def require_own_forward(model: PreTrainedModel, family: Family) -> None:
-    """Refuse a model without the family's attention, or whose attention forward another tool has replaced."""
+def require_own_forward(model: PreTrainedModel, family: Family) -> dict[str, Any]:
+    """The family's attention modules in `model`, by name.
+
+    Refuses a model without any, and one whose attention forward another tool has replaced.
+    """
     layers = own_layers(model, family)
     if not layers:
         raise no_attention_error(model, family.attention)
@@ -255,6 +247,7 @@ def require_own_forward(model: PreTrainedModel, family: Family) -> None:
                 f"{name}: another tool has replaced the forward of {family.attention}, and patching would replace it "
                 "again. Load the model afresh and patch it first"
             )
+    return layers
 
 
 def _log(model: PreTrainedModel, scheme: Scheme) -> None:
@@ -271,8 +264,7 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
         note = f"; its own cap of {own_cap:g} " + ("stays" if scheme.softcap is None else f"becomes {scheme.softcap:g}")
     pretrained = bool(model.name_or_path and norms)
     if pretrained:
-        note += "; its gains are fresh"
-        note += ": it predicts worse than before. calibrate(model, texts) restores it"
+        note += "; its gains are fresh: it predicts worse than before. calibrate(model, texts) restores it"
     level = logging.WARNING if pretrained else logging.INFO
     text = "patched %d attention layers (%s), %s, attention by %s%s"
     logger.log(level, text, len(layers), scheme, parameters, model.config._attn_implementation, note)

@@ -12,9 +12,11 @@ from transformers import masking_utils
 from transformers.utils import is_tracing
 
 from hf_qknorm.attend.calls import KEYS
-from hf_qknorm.attend.mask_functions import MaskFunction, known
-from hf_qknorm.attend.spans import CHUNK, Spans, read
+from hf_qknorm.attend.mask_functions import MaskFunction, Spans, known, read
 from hf_qknorm.families import family_of_type
+from hf_qknorm.families.family import nowhere
+
+CHUNK = 1 << 22  # entries of a mask that are read together
 
 # The code of transformers' mask functions without gaps between a query's keys, and of their conjunction: a trace goes
 # by a function's code.
@@ -128,7 +130,7 @@ def _runs_own_forward(config: Any) -> bool:
 
 def _layers_pass(window: int | None, function: MaskFunction, config: Any) -> bool:
     """Whether the layers of this config's model pass the function's window to their attention function too."""
-    if window is None or _runs_own_forward(config) or not family_of_type(config.base_model_type).has_window:
+    if window is None or _runs_own_forward(config) or family_of_type(config.base_model_type).slides is nowhere:
         return False
     chunked = getattr(config, "attention_chunk_size", None) is not None  # then it may be the chunks' size
     if chunked or window != getattr(config, "sliding_window", None):

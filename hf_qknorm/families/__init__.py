@@ -35,6 +35,7 @@ NONE: Final = SCHEMES["none"]
 NO_ADAPTER: Final = without(
     "use_shared_attention_adapter", "each layer adds projections of its own to a shared attention"
 )
+NO_BLOCKS: Final = without("is_encoder_decoder", "its encoder selects blocks of keys")
 
 # BERT's relatives, and BART's, which are encoder-decoders or their decoders alone
 _encoder: Final = partial(Family, norm="layer", pre_norm="", causal="is_decoder")
@@ -53,11 +54,7 @@ FAMILIES: Final[dict[str, Family]] = {
     "beam": Family("BeamAttention", normed.BEAM, own_norms=True, slides=by_layer),
     "bert": _encoder("BertSelfAttention", encoder.BERT),
     "bert-generation": _encoder("BertGenerationSelfAttention", encoder.BERT),
-    "bigbird_pegasus": _decoder(
-        "BigBirdPegasusDecoderAttention",
-        seq2seq.BIGBIRD,
-        unsupported=without("is_encoder_decoder", "its encoder selects blocks of keys"),
-    ),
+    "bigbird_pegasus": _decoder("BigBirdPegasusDecoderAttention", seq2seq.BIGBIRD, unsupported=NO_BLOCKS),
     "biogpt": Family("BioGptAttention", separate.BIOGPT, "layer", "self_attn_layer_norm"),
     "bitnet": Family("BitNetAttention", separate.BITNET),
     "blenderbot": _decoder("BlenderbotAttention", seq2seq.BART),
@@ -203,14 +200,8 @@ FAMILIES: Final[dict[str, Family]] = {
 }
 
 
-def _known_heads(module: Any) -> tuple[int, int, int]:
-    """The heads of a module of any type; 0 for a width that it does not name as most do."""
-    heads: int = module.config.num_attention_heads
-    return heads, heads // getattr(module, "num_key_value_groups", 1), getattr(module, "head_dim", 0)
-
-
 # Of every other type, each module that calls transformers' attention interface: it takes a cap alone.
-CAPPED: Final = Family("", Style(heads=_known_heads), pre_norm="", rope=None)
+CAPPED: Final = Family("", Style(), pre_norm="", rope=None)
 
 
 def known_families() -> list[str]:

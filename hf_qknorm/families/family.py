@@ -87,11 +87,6 @@ class Family:
         """Whether the attention of a model with this config is computed by the model's own forward; it takes a cap."""
         return not self.attention or self.has_norms(config)
 
-    @property
-    def has_window(self) -> bool:
-        """Whether any model of this family attends through a sliding window."""
-        return self.slides is not nowhere
-
     def refusal(self, config: Any, scheme: Scheme) -> str | None:
         """Return the reason why a model with this config can't have `scheme`, or None."""
         reads = hasattr(type(config), "add_cross_attention")  # a config holds any setting, and these types read it

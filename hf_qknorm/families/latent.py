@@ -19,16 +19,11 @@ from hf_qknorm.families.style import Projected, Rotated, Style
 
 
 def project(module: Any, hidden_states: Tensor) -> Projected:
-    """Return the queries, the latent as a single key head, and the key that rotates as a single value head."""
+    """Return the queries as heads, the latent as a single key head, and the key that rotates as a single value head."""
     if getattr(module, "q_lora_rank", None) is None:  # Bailing's module lacks it before transformers 5.24
         q = module.q_proj(hidden_states)
     else:
         q = module.q_b_proj(module.q_a_layernorm(module.q_a_proj(hidden_states)))
-    return with_latent(module, q, hidden_states)
-
-
-def with_latent(module: Any, q: Tensor, hidden_states: Tensor) -> Projected:
-    """Queries `[B, T, H·D]` as heads, with the latent and the key that rotates."""
     sizes = [module.kv_lora_rank, module.qk_rope_head_dim]
     latent, k_rotated = torch.split(module.kv_a_proj_with_mqa(hidden_states), sizes, dim=-1)
     latent = module.kv_a_layernorm(latent)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_qknorm.families.style import QKV, Projected, Style, project, split_heads
+from hf_qknorm.families.style import Projected, Style, project, split_heads
 
 
 def output_out_proj(module: Any, attended: Tensor) -> Tensor:
@@ -28,16 +28,12 @@ def project_multiplied(module: Any, hidden_states: Tensor) -> Projected:
     return q, k * module.key_multiplier, v
 
 
-def clip(module: Any, *projected: Tensor) -> Projected:
-    """OLMo: split into heads after clipping to the config's `clip_qkv`, if it is set."""
-    bound = module.config.clip_qkv
+def project_clipped(module: Any, hidden_states: Tensor) -> Projected:
+    """OLMo: clipped to the config's `clip_qkv`, if it is set."""
+    projected, bound = project(module, hidden_states), module.config.clip_qkv
     for x in () if bound is None else projected:
         x.clamp_(min=-bound, max=bound)
-    return tuple(split_heads(module, x) for x in projected)
-
-
-def project_clipped(module: Any, hidden_states: Tensor) -> Projected:
-    return clip(module, *(getattr(module, name)(hidden_states) for name in QKV))
+    return projected
 
 
 def project_mimo(module: Any, hidden_states: Tensor) -> Projected:

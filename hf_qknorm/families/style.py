@@ -51,9 +51,10 @@ def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **argum
 
 
 def _heads(module: Any) -> tuple[int, int, int]:
+    """The heads of most modules, and their width; 0 for one that has another name."""
     heads: int = module.config.num_attention_heads
     heads_kv = heads // getattr(module, "num_key_value_groups", 1)  # some models ignore the config's number
-    head_dim: int = module.head_dim if hasattr(module, "head_dim") else module.head_size
+    head_dim: int = getattr(module, "head_dim", getattr(module, "head_size", 0))
     return heads, heads_kv, head_dim
 
 

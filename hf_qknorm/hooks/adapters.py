@@ -19,11 +19,6 @@ def add_targets(constants: Any) -> None:
             add_derived(table)
 
 
-def add_experts(conversion: Any) -> None:
-    """Let PEFT find the experts of every derived model type as those of its base."""
-    add_derived(conversion._MODEL_TO_CONVERSION_PATTERN)
-
-
 def allow_package(allowed: Callable[[], list[str]]) -> list[str]:
     """Let PEFT load an adapter whose config names a derived class: it imports from the packages of a list alone."""
     return [*allowed(), "hf_qknorm"]

@@ -95,7 +95,7 @@ HOOKS: Final = (
          adapters.add_targets, "peft>=0.18", wraps=False,
          reason="derived types have the default targets of their bases, in this table and the other methods' tables"),
     Hook("peft.utils.transformers_weight_conversion", "_MODEL_TO_CONVERSION_PATTERN",
-         adapters.add_experts, "peft>=0.19", wraps=False,
+         lambda peft: auto_classes.add_derived(peft._MODEL_TO_CONVERSION_PATTERN), "peft>=0.19", wraps=False,
          reason="adapters reach the experts of derived types, by names from before transformers 5 too"),
     Hook("peft.config", "PeftConfigMixin.to_dict",
          in_memory.store_no_base, "peft>=0.18",

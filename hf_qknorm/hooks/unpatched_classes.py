@@ -86,9 +86,7 @@ def _refusal(where: str, stored: Any, cls: str) -> ValueError:
     from hf_qknorm.model.load_checks import UnpatchedClassError
 
     autos = classes_of(str(stored).removeprefix(TYPE_PREFIX))
-    auto = next(
-        (name for name in ("AutoModelForCausalLM", "AutoModel") if name in autos), next(iter(autos), "AutoModel")
-    )
+    auto = next((name for name in ("AutoModelForCausalLM", "AutoModel", *autos) if name in autos), "AutoModel")
     return UnpatchedClassError(
         f"{where} is a patched checkpoint of model_type {shorten(stored)}, and {cls} would load it without its scheme. "
         f"Load it with an Auto class such as {auto} or AutoConfig, or with a class of "

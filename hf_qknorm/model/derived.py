@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 import transformers
@@ -45,6 +45,10 @@ else:
     _Model = object
 
 
+# Class methods that read a class's module: of custom code, transformers initialises fewer buffers, for example.
+ANSWERED_BY_BASE: Final = ("is_custom_code", "_can_set_attn_implementation", "_can_set_experts_implementation")
+
+
 class CountsCached(_Model):
     """A mixin for a model class that, without `position_ids`, numbers the tokens of each call from 0."""
 
@@ -55,7 +59,6 @@ class CountsCached(_Model):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run the model's own forward, with positions that continue those in the cache if none are given."""
@@ -64,15 +67,7 @@ class CountsCached(_Model):
         if position_ids is None and cache is not None and tokens is not None:
             new = torch.arange(tokens.shape[1], device=tokens.device)
             position_ids = (new + cache.get_seq_length())[None]
-        return super().forward(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            **{CACHE: cache},
-            **kwargs,
-        )
+        return super().forward(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
 
 
 class QKNormModel(_Model):
@@ -109,11 +104,6 @@ class QKNormModel(_Model):
                 initialization.constant_(parameter, value)  # no effect on parameters from a checkpoint
         initialization.copy_(module.knee, torch.tensor(PLAIN))
 
-    @classmethod
-    def is_custom_code(cls) -> bool:
-        """Return the base class's answer: transformers initialises fewer buffers of custom code."""
-        return cls.base_class.is_custom_code()
-
     def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
         """Check a backend as transformers does, and refuse one that would drop a cap."""
         softcap = self.config.scheme.softcap
@@ -132,14 +122,6 @@ class QKNormModel(_Model):
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
         for owner in config_owners(self):
             owner.config._attn_implementation_internal = self.config._attn_implementation
-
-    @classmethod
-    def _can_set_attn_implementation(cls) -> bool:
-        return cls.base_class._can_set_attn_implementation()  # which reads the source of the class's module
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        return cls.base_class._can_set_experts_implementation()
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Begin as transformers does, for `generate_batch` too, whose worker thread would hide an error.
@@ -253,6 +235,7 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
     model_type = base.config_class.model_type
     config_class = derived_config(model_type)
     namespace = {"base_class": base, "config_class": config_class, "__module__": __name__}
+    namespace |= {name: getattr(base, name) for name in ANSWERED_BY_BASE}
     counts = (CountsCached,) if family_of_type(model_type).restarts == base.__name__ else ()
     derived = type(f"{PREFIX}{base.__name__}", (QKNormModel, *counts, base), namespace)
     # Checkpoints hold Mixtral's experts apart, and GPT-NeoX's head under another name: convert them as the base does.

@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_qknorm.families import Family
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
-from hf_qknorm.model.install import own_layers
 from hf_qknorm.model.weights import check_not_copied, check_unshared
 from hf_qknorm.ops.norms import NORMS
 
@@ -62,9 +61,8 @@ def fold_bias(weight: Tensor, bias: Tensor, shift: Tensor, *, transposed: bool) 
     return (bias.double() + columns @ shift.double()).to(bias.dtype)
 
 
-def check_foldable(model: nn.Module, family: Family) -> None:
+def check_foldable(model: nn.Module, layers: dict[str, nn.Module], family: Family) -> None:
     """Raise ValueError for weights that can't be changed in place, and a norm's bias that no projection can take."""
-    layers = own_layers(model, family)
     parts = [layer.get_submodule(part) for layer in layers.values() for part in family.style.weights]
     check_not_copied(model, "pre_norm=False")
     check_unshared(model, [p for part in parts for p in part.parameters()], "pre_norm=False")

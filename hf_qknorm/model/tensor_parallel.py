@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -33,29 +32,14 @@ def unplan_norms(model: nn.Module) -> None:
             vars(module)["_tp_plan"] = plan
 
 
-def shards_heads(model: Any) -> bool:
-    """Whether the ranks of tensor parallelism have some of the heads each, in any patched layer of `model`."""
-    plan = model.tp_plan
-    return any(_is_sharded(path, layer, plan) for path, layer in patched_layers(model).items())
-
-
 def _entries(path: str, layer: QKNormAttention, plan: dict[str, str]) -> Iterator[tuple[str, str]]:
     """Yield the entries for the norms of the layer at `path`; wildcards replace layer numbers."""
-    if not _is_sharded(path, layer, plan):
+    path = re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
+    if not any(plan.get(f"{path}.{weight}") == "colwise" for weight in layer.family.style.weights):
         return  # each rank has all heads
-    path = _planned(path)
     for name, norm in head_norms(layer).items():
         for kind, parameter in norm.named_parameters():
             if parameter.ndim == 2 and len(parameter) > 1:  # a key that all heads share is replicated
                 yield f"{path}.{name}.{kind}", "colwise"
             else:
                 yield f"{path}.{name}", "replicated_with_grad_allreduce"
-
-
-def _is_sharded(path: str, layer: QKNormAttention, plan: dict[str, str]) -> bool:
-    return any(plan.get(f"{_planned(path)}.{weight}") == "colwise" for weight in layer.family.style.weights)
-
-
-def _planned(path: str) -> str:
-    """A layer's path as in a plan."""
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", path)

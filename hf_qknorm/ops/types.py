@@ -85,9 +85,6 @@ class Options(NamedTuple):
     dropout: float = 0.0
 
 
-ALL_KEYS, NO_OPTIONS = Visible(), Options(1.0)  # of a call that norms and rotates alone
-
-
 class Call(NamedTuple):
     """One call of an attention operator: its heads, the keys that they see, and its options."""
 

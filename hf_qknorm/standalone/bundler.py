@@ -6,7 +6,7 @@ import ast
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 
 PACKAGE = __name__.partition(".")[0]
 ROOT = Path(__file__).parents[1]
-LINE_LENGTH = 120
 
 Name = tuple[str, str]  # a module, and a name defined at its top level
 Definition = ast.FunctionDef | ast.ClassDef | ast.Assign | ast.AnnAssign
@@ -58,8 +57,8 @@ class Bundle:
     """
 
     roots: tuple[Name, ...]
-    replaced: Mapping[Name, Name] = field(default_factory=dict)
-    entries: Mapping[Name, tuple[str, ...]] = field(default_factory=dict)
+    replaced: Mapping[Name, Name]
+    entries: Mapping[Name, tuple[str, ...]]
 
     def __post_init__(self) -> None:
         self._modules: dict[str, Module] = {}
@@ -177,12 +176,12 @@ class Bundle:
         return [module for module in order if module in used]
 
     def _import_lines(self) -> str:
-        plain = sorted(f"import {source}" for source, name in self._imports.values() if name is None)
-        named: dict[str, list[str]] = {}
-        for local, (source, name) in sorted(self._imports.items()):
-            if name is not None:
-                named.setdefault(source, []).append(name if name == local else f"{name} as {local}")
-        lines = [*plain, *(_import_line(source, sorted(named[source])) for source in sorted(named))]
+        """Return the imports of other packages, a line for each name, those of Python itself first."""
+        lines = []
+        for local, (source, name) in self._imports.items():
+            renamed = "" if local in (source, name) else f" as {local}"
+            lines.append(f"import {source}{renamed}" if name is None else f"from {source} import {name}{renamed}")
+        lines.sort(key=lambda line: (line.startswith("from"), line))
         standard = [line for line in lines if line.split()[1].partition(".")[0] in sys.stdlib_module_names]
         others = [line for line in lines if line not in standard]
         return "\n".join(["from __future__ import annotations", "", *standard, "", *others])
@@ -226,10 +225,3 @@ def _free_names(node: ast.AST, bound: frozenset[str] = frozenset()) -> Iterator[
         yield node
     for child in ast.iter_child_nodes(node):
         yield from _free_names(child, bound)
-
-
-def _import_line(source: str, names: list[str]) -> str:
-    line = f"from {source} import {', '.join(names)}"
-    if len(line) <= LINE_LENGTH:
-        return line
-    return "\n".join([f"from {source} import (", *(f"    {name}," for name in names), ")"])

@@ -37,17 +37,15 @@ _ROOTS = (
     (_RUNTIME, "register"),
 )
 _REPLACED = {
-    ("hf_qknorm.model.raw_heads", "fused_attention"): (_RUNTIME, "no_kernel"),
-    ("hf_qknorm.model.raw_heads", "norm_rotate"): (_RUNTIME, "no_kernel"),
-    ("hf_qknorm.model.raw_heads", "normed"): (_RUNTIME, "no_kernel"),
-    ("hf_qknorm.attend.functions", "CAP_BACKENDS"): (_RUNTIME, "CAP_BACKENDS"),
-    ("hf_qknorm.attend.functions", "OWN_BACKENDS"): (_RUNTIME, "OWN_BACKENDS"),
-    ("hf_qknorm.model.accelerate_hooks", "execution_device"): (_RUNTIME, "execution_device"),
-    ("hf_qknorm.model.accelerate_hooks", "set_module_class"): (_RUNTIME, "set_module_class"),
-    ("hf_qknorm.model.record", "load_record"): (_RUNTIME, "load_record"),
-    ("hf_qknorm.model.record", "write_record"): (_RUNTIME, "write_record"),
-    ("hf_qknorm.standalone.generate", "set_auto_map"): (_RUNTIME, "set_auto_map"),
-    ("hf_qknorm.standalone.generate", "write_standalone_code"): (_RUNTIME, "write_standalone_code"),
+    (module, name): (_RUNTIME, "no_kernel" if module == "hf_qknorm.model.raw_heads" else name)
+    for module, names in (
+        ("hf_qknorm.model.raw_heads", ("fused_attention", "norm_rotate", "normed")),
+        ("hf_qknorm.attend.functions", ("CAP_BACKENDS", "OWN_BACKENDS")),
+        ("hf_qknorm.model.accelerate_hooks", ("execution_device", "set_module_class")),
+        ("hf_qknorm.model.record", ("load_record", "write_record")),
+        ("hf_qknorm.standalone.generate", ("set_auto_map", "write_standalone_code")),
+    )
+    for name in names
 }
 _HEAD = '''"""{config} and its models: a {base} whose attention is normalised, capped, or both.
 

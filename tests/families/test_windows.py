@@ -80,7 +80,7 @@ def test_a_window_in_the_config(model_type):
     settings = SWITCHES.get(model_type, {})
     names = [name for name in settings if "window_size" in name] or ["sliding_window"]
     narrow, wide = ({**settings, **dict.fromkeys(names, n)} for n in (4, 64))
-    assert_same(model_type, narrow, wide, differs=FAMILIES[model_type].has_window)
+    assert_same(model_type, narrow, wide, differs=FAMILIES[model_type].slides is not nowhere)
 
 
 @pytest.mark.parametrize(("model_type", "settings"), IGNORED, ids=str)

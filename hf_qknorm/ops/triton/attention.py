@@ -62,18 +62,22 @@ class Result(NamedTuple):
 
 def forward(heads: Heads, visible: Visible, options: Options, statistics: bool = False) -> Result:
     """Attention over heads, with their norms and RoPE; see `library.fused_attention`."""
-    if not heads.raw and not statistics and not options.dropout and attention_decode.suits(heads.q, heads.k):
-        return Result(*attention_decode.forward(heads.q, heads.k, heads.v, visible, options), None, None)
     call = _Call(PreparedHeads.of(heads, options), visible, options)
+    if not heads.raw and not statistics and not options.dropout and attention_decode.suits(heads.q, heads.k):
+        tile = attention_decode.tile(heads.q, heads.k)
+        # pointers on Hopper too: the host encodes a descriptor anew for each launch
+        loop = call.loops(tile, call.forward_variants(), POINTERS=True)
+        return Result(*attention_decode.forward(*call, tile, loop), None, None)
     out = laid_out(heads.q)
     normaliser = heads.q.new_empty(*heads.q.shape[:3], 2, dtype=torch.float32)
     largest, entropy = (normaliser.new_empty(heads.q.shape[:3]) for _ in range(2)) if statistics else (None, None)
     if gluon.serves(heads.q, visible, options, statistics):
-        gluon.run(call.prepared, out, normaliser, options.causal, call.forward_variants())
+        gluon.run(call.prepared, out, normaliser, call.loops(gluon.TILE, call.forward_variants()))
     else:
         (q, k, *_), tile = call.prepared, tiles(heads.q).forward
         arguments = call.arguments(tile)
-        arguments |= call.loops(tile, call.forward_variants(), SINKS=visible.sinks is not None, STATISTICS=statistics)
+        sinks = visible.sinks is not None
+        arguments |= call.loops(tile, call.forward_variants(sinks), SINKS=sinks, STATISTICS=statistics)
         arguments |= {"OUT": as_tiles(out, tile.queries), "ranges": visible.ranges, "sinks": visible.sinks}
         arguments |= {"normaliser": normaliser, "largest_out": largest, "entropy_out": entropy}
         arguments["section"] = schedule.query_section(q, k, tile.queries)
@@ -110,10 +114,10 @@ class _Call(NamedTuple):
             "num_stages": tile.stages,
         }
 
-    def forward_variants(self) -> list[LoopVariant]:
-        """The loops of the forward pass."""
-        (q, *_, bound, _, _, _), (_, sinks, *_), options = self
-        return forward_variants(q.dtype, options.softcap, bound is not None, sinks is not None)
+    def forward_variants(self, sinks: bool = False) -> list[LoopVariant]:
+        """The loops of the forward pass, which begin with the `sinks` if there are any."""
+        q, bound = self.prepared.q, self.prepared.bound
+        return forward_variants(q.dtype, self.options.softcap, bound is not None, sinks)
 
     def backward_variants(self) -> list[LoopVariant]:
         """The loops of the gradients: with forward's tanh; the log-sum-exp replaces the maximum."""
@@ -134,47 +138,37 @@ class _Call(NamedTuple):
             "PRECISION": precision(q.dtype),
         }
         score = ScoreArguments(unit, cap, variants[0].limit, *dropout_numbers(options.dropout))
-        return {"score": score, **loop_constants(tile, q.shape[-1], *variants, **fields, **own)}
-
-
-class Gradients(NamedTuple):
-    """Gradients of raw q, k, v, of the norms' gains and biases, and of the sinks; None for absent ones."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    q_gain: Tensor | None
-    q_bias: Tensor | None
-    k_gain: Tensor | None
-    k_bias: Tensor | None
-    sinks: Tensor | None
+        return {"score": score, **loop_constants(tile, q.shape[-1], *variants, **fields | own)}
 
 
 def backward(
     grad: Tensor, heads: Heads, visible: Visible, options: Options, out: Tensor, normaliser: Tensor
-) -> Gradients:
-    """Gradients for `grad` `[B, H, T, D]`, from raw heads, output and normaliser alone; the same bits on each run."""
+) -> tuple[Tensor | None, ...]:
+    """Gradients of raw q, k and v, of gain and bias of q's norm and of k's, and of the sinks; None for absent ones.
+
+    They are computed for `grad` `[B, H, T, D]` from raw heads, output and normaliser alone: the same bits on each run.
+    """
     call, grad = _Call(PreparedHeads.of(heads, options), visible, options), dense(grad)
     row_terms = _row_terms(grad, dense(out), normaliser)
     in_kernel = _kernels_undo_norm(heads)
     inner = heads if in_kernel else heads._replace(q_norm=Norm(), k_norm=Norm(), rotary=None)
     dtype = heads.q.dtype if in_kernel else torch.float32
     dq, dk, dv = laid_out(heads.q, dtype), laid_out(heads.k, dtype), laid_out(heads.v)
-    q_gain, q_bias = _query_gradient(call, grad, row_terms, Raw(inner.q, inner.q_norm, inner.rotary, dq))
+    q_parameters = _query_gradient(call, grad, row_terms, Raw(inner.q, inner.q_norm, inner.rotary, dq))
     # prepared queries hold a part of the scale: see ops/README.md
     factor = options.scale if not heads.raw else options.softcap or 1 / LOG2E
-    k_gain, k_bias = _key_gradient(call, grad, row_terms, Raw(inner.k, inner.k_norm, inner.rotary, dk), dv, factor)
+    k_parameters = _key_gradient(call, grad, row_terms, Raw(inner.k, inner.k_norm, inner.rotary, dk), dv, factor)
     dsinks = None
     if visible.sinks is not None:
         peak, total = normaliser.unbind(-1)
         weight = torch.exp2(visible.sinks.float()[:, None] * LOG2E - peak) / total
         terms = (weight * row_terms[:, :, 1, : total.shape[2]]).masked_fill(total == 0, 0.0)
         dsinks = -terms.sum((0, 2)).to(visible.sinks.dtype)
-    if not in_kernel:
-        undone = norm_rope.backward(dq, dk, heads.q, heads.k, heads.q_norm, heads.k_norm, heads.rotary)
-        assert undone.k is not None
-        dq, dk, q_gain, q_bias, k_gain, k_bias = undone.q, undone.k, *undone[2:]
-    return Gradients(dq, dk, dv, q_gain, q_bias, k_gain, k_bias, dsinks)
+    if in_kernel:
+        return dq, dk, dv, *q_parameters, *k_parameters, dsinks
+    q, k, _, q_norm, k_norm, rotary = heads
+    dq_raw, dk_raw, *parameters = norm_rope.backward(dq, dk, q, k, q_norm, k_norm, rotary)
+    return dq_raw, dk_raw, dv, *parameters, dsinks
 
 
 def _row_terms(grad: Tensor, out: Tensor, normaliser: Tensor) -> Tensor:

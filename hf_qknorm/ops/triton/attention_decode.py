@@ -15,21 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_qknorm.ops.triton import schedule
-from hf_qknorm.ops.triton.architectures import LEAST_KEYS, MOST_QUERIES, MOST_ROWS
-from hf_qknorm.ops.triton.arguments import Constants, HeadArguments, ScoreArguments, Sizes
+from hf_qknorm.ops.triton.architectures import LEAST_KEYS, MOST_QUERIES, MOST_ROWS, Tile
+from hf_qknorm.ops.triton.arguments import HeadArguments, Sizes
 from hf_qknorm.ops.triton.attention_forward import LOWEST, Sums, add_keys, from_sink
-from hf_qknorm.ops.triton.launch import (
-    constants,
-    dense,
-    forward_variants,
-    launch,
-    padded,
-    pointers,
-    precision,
-    reach,
-    tiles,
-    units,
-)
+from hf_qknorm.ops.triton.launch import launch, padded, pointers, reach, tiles
+from hf_qknorm.ops.triton.norm_rope import PreparedHeads
 from hf_qknorm.ops.triton.score_math import QueryBlock, QueryRows, keys_seen
 from hf_qknorm.ops.types import Options, Visible, laid_out
 
@@ -182,12 +172,20 @@ def splits(q: Tensor, k: Tensor) -> int:
     return max(1, min(-(-2 * schedule.gpu(q.device).processors // programs), k.shape[2] // LEAST_KEYS))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options) -> tuple[Tensor, Tensor]:
+def tile(q: Tensor, k: Tensor) -> Tile:
+    """The tile of a program, whose queries are the rows of a group."""
+    least = tiles(q).decode
+    rows = max(least.queries, triton.next_power_of_2(min(rows_of(q, k), MOST_ROWS)))
+    return least._replace(queries=rows, warps=8 if rows == MOST_ROWS else least.warps)  # else the sums would spill
+
+
+def forward(
+    prepared: PreparedHeads, visible: Visible, options: Options, tile: Tile, loop: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """Output and normaliser as in `attention.Result`, for heads without norm and RoPE, and without dropout."""
+    q, k, v, *_ = prepared
     (b, h, t, d), hk, s = q.shape, k.shape[1], k.shape[2]
-    shape, columns, parts, rows = tiles(q).decode, padded(d), splits(q, k), min(rows_of(q, k), MOST_ROWS)
-    block = max(shape.queries, triton.next_power_of_2(rows))
-    unit, cap, _ = units(options.scale, options.softcap)
+    columns, parts = padded(d), splits(q, k)
     normaliser = torch.empty(b, h, t, 2, dtype=torch.float32, device=q.device)
     partial = normaliser  # of one split nothing is written there; without a tensor it would be another kernel
     if parts > 1:
@@ -206,18 +204,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
     }
     launch(
         split_kernel,
-        (parts * b * hk * -(-rows_of(q, k) // block),),
+        (parts * b * hk * -(-rows_of(q, k) // tile.queries),),
         q.device,
         q=HeadArguments.of(q),
-        K=pointers(dense(k)),
-        V=pointers(dense(v)),
+        K=pointers(k),
+        V=pointers(v),
         ranges=visible.ranges,
-        score=ScoreArguments(unit, cap),
         keys=s,
         window=reach(options.window, t, s),
-        C=_constants(q, block, shape.keys, visible, options),
-        num_warps=8 if block == MOST_ROWS else shape.warps,  # else the accumulator would spill
-        num_stages=shape.stages,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+        **loop,
         **shared,
     )
     if parts > 1:
@@ -226,24 +223,3 @@ def forward(q: Tensor, k: Tensor, v: Tensor, visible: Visible, options: Options)
             combine_kernel, (programs,), q.device, ROWS=COMBINED_ROWS, PADDED=columns, HEAD_DIM=d, num_warps=4, **shared
         )
     return out, normaliser
-
-
-def _constants(q: Tensor, rows: int, keys: int, visible: Visible, options: Options) -> Constants:
-    """The constants of `split_kernel` for tiles of these rows and keys."""
-    _, _, scaled = units(options.scale, options.softcap)
-    # the sinks are added at the end
-    (variant,) = forward_variants(q.dtype, options.softcap, bounded=False, sinks=False)
-    return constants(
-        rows,
-        keys,
-        padded(q.shape[-1]),
-        q.shape[-1],
-        POINTERS=True,  # on Hopper too: the host encodes a descriptor anew for each launch
-        CAUSAL=options.causal,
-        WINDOW=options.window is not None,
-        RANGES=visible.ranges is not None,
-        TANH=variant.tanh,
-        ONLINE=variant.online,
-        SCALED=scaled,
-        PRECISION=precision(q.dtype),
-    )

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.triton.arguments import ScoreArguments, Sizes
-from hf_qknorm.ops.triton.launch import INTERPRETED, LoopVariant, capability, constants, descriptor, launch
+from hf_qknorm.ops.triton.architectures import Tile
+from hf_qknorm.ops.triton.arguments import Sizes
+from hf_qknorm.ops.triton.launch import INTERPRETED, capability, descriptor, launch
 from hf_qknorm.ops.triton.norm_rope import PreparedHeads
 from hf_qknorm.ops.triton.schedule import gpu, query_section
 from hf_qknorm.ops.types import Options, Visible
@@ -22,7 +23,7 @@ from hf_qknorm.ops.types import Options, Visible
 SWITCH = "HF_QKNORM_GLUON"
 HOPPER = (9, 0)  # its compute capability
 HEAD_DIM = 128
-QUERIES, KEYS, STAGES = 128, 128, 2  # queries of a program, 64 for each warpgroup; keys of a tile, tiles of a ring
+TILE = Tile(128, 128, 4, 2)  # queries of a program, 64 for each warpgroup; its stages are the tiles of a ring
 FEWEST = 2  # programs for each processor: with fewer, the plain kernel has more of them
 
 
@@ -31,21 +32,16 @@ def serves(q: Tensor, visible: Visible, options: Options, statistics: bool) -> b
 
     Triton's interpreter knows no Gluon. Raises ValueError for a switch that is neither 1 nor 0.
     """
-    if not switched_on() or INTERPRETED or capability(q.device) != HOPPER or _module() is None:
+    switch = os.environ.get(SWITCH) or "1"
+    if switch not in ("0", "1"):
+        raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it is faster) or 0 (never), got {switch!r}")
+    if switch == "0" or INTERPRETED or capability(q.device) != HOPPER or _module() is None:
         return False
     supported = visible.ranges is None and visible.sinks is None and options.window is None and not options.dropout
     halves = q.dtype in (torch.bfloat16, torch.float16)
     b, h, t, head_dim = q.shape
-    enough = -(-t // QUERIES) * b * h >= FEWEST * gpu(q.device).processors
+    enough = -(-t // TILE.queries) * b * h >= FEWEST * gpu(q.device).processors
     return supported and halves and enough and not statistics and head_dim == HEAD_DIM
-
-
-def switched_on() -> bool:
-    """Whether the environment allows the Gluon kernel, as it does by default."""
-    value = os.environ.get(SWITCH) or "1"
-    if value not in ("0", "1"):
-        raise ValueError(f"{SWITCH} must be 1 (the Gluon kernel where it is faster) or 0 (never), got {value!r}")
-    return value == "1"
 
 
 @cache
@@ -58,35 +54,23 @@ def _module() -> Any:
     return gluon_forward
 
 
-def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, causal: bool, variants: list[LoopVariant]) -> None:
+def run(prepared: PreparedHeads, out: Tensor, normaliser: Tensor, loops: dict[str, Any]) -> None:
     """Write out `[B, H, T, D]` and normaliser `[B, H, T, 2]`, with one loop or, by the heads' bounds, one of two."""
-    b, h, t, _ = prepared.q.shape
-    loops = {
-        name: constants(
-            *(QUERIES, KEYS, HEAD_DIM, HEAD_DIM),
-            CAUSAL=causal,
-            SCALED=prepared.scaled,
-            TANH=tanh,
-            ONLINE=online,
-            WHEN=when,
-        )
-        for name, (tanh, online, when, _) in zip(("C", "BEYOND"), variants, strict=False)
-    }
+    (b, h, t, _), (q, k, v, *_), (queries, keys, *_) = out.shape, prepared, TILE
     launch(
         _module().gluon_forward_kernel,
-        (-(-t // QUERIES) * b * h,),
-        prepared.q.device,
-        Q=_tiles(prepared.q, QUERIES // 2),
-        K=_tiles(prepared.k, KEYS),
-        V=_tiles(prepared.v, KEYS),
-        OUT=_tiles(out, QUERIES // 2),
+        (-(-t // queries) * b * h,),
+        q.device,
+        Q=_tiles(q, queries // 2),
+        K=_tiles(k, keys),
+        V=_tiles(v, keys),
+        OUT=_tiles(out, queries // 2),
         normaliser=normaliser,
         bound=prepared.bound,
-        score=ScoreArguments(prepared.unit, prepared.cap, limit=variants[0].limit),
-        **Sizes(h, prepared.k.shape[1], t, prepared.k.shape[2], 0, query_section(*prepared[:2], QUERIES))._asdict(),
-        STAGES=STAGES,
+        **Sizes(h, k.shape[1], t, k.shape[2], 0, query_section(q, k, queries))._asdict(),
+        STAGES=TILE.stages,
         **loops,
-        num_warps=4,
+        num_warps=TILE.warps,
     )
 
 

@@ -27,23 +27,12 @@ STEPS = 4  # tiles of a program of the backward, one after the other: its partia
 class NormedHeads(NamedTuple):
     """q̂ `[B, H, T, D]`, k̂ `[B, Hk, T, D]`, and the largest ‖q̂‖ of each group and ‖k̂‖, `[B, Hk, 2]` in fp32.
 
-    There is no bound unless it is asked for, nor without k.
+    There is no bound unless it is asked for.
     """
 
     q: Tensor
     k: Tensor | None
     bound: Tensor | None
-
-
-class Gradients(NamedTuple):
-    """Gradients of raw q and k, laid out as `[B, T, H, D]`, and of the parameters of their norms."""
-
-    q: Tensor
-    k: Tensor | None
-    q_gain: Tensor | None
-    q_bias: Tensor | None
-    k_gain: Tensor | None
-    k_bias: Tensor | None
 
 
 def forward(
@@ -63,10 +52,8 @@ def forward(
     (batch, heads, length, _), heads_kv = q.shape, 0 if k is None else k.shape[1]
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = None if k is None else torch.empty(k.shape, dtype=k.dtype, device=q.device)
-    bound = None
-    if bounded and k is not None:
-        bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=q.device)
-    arguments = _arguments(q, q_norm, k_norm, rotary, factor)
+    bound = torch.zeros(batch, heads_kv, 2, dtype=torch.float32, device=q.device) if bounded else None
+    arguments = _arguments(q, q_norm, k_norm, rotary)
     launch(
         norm_rope_kernel,
         ((heads + heads_kv) * batch * -(-length // arguments["BLOCK"]),),
@@ -76,6 +63,7 @@ def forward(
         k=HeadArguments.of(k),
         k_out=HeadArguments.of(k_out),
         bound=None if bound is None else bound.view(torch.int32),
+        multiplier=factor,
         heads_kv=heads_kv,
         **arguments,
     )
@@ -90,11 +78,13 @@ def backward(
     q_norm: Norm,
     k_norm: Norm,
     rotary: Rotary | None,
-    factor: float = 1.0,
-) -> Gradients:
-    """Gradients of raw q and k, of gains and biases, from the gradients of q̂ and k̂; the same bits on each run."""
+) -> tuple[Tensor | None, ...]:
+    """Gradients of raw q and k, laid out as `[B, T, H, D]`, and of gain and bias of q's norm and of k's.
+
+    They are computed from the gradients of q̂ and k̂, and have the same bits on each run.
+    """
     (batch, heads, length, head_dim), heads_kv = q.shape, 0 if k is None else k.shape[1]
-    arguments = _arguments(q, q_norm, k_norm, rotary, factor)
+    arguments = _arguments(q, q_norm, k_norm, rotary)
     programs = batch * -(-length // (arguments["BLOCK"] * STEPS))
     dq_raw, dk_raw = laid_out(q), None if k is None else laid_out(k)
     q_gain, q_bias = partial_sums(q_norm, (programs, heads, head_dim), q.device)
@@ -118,17 +108,16 @@ def backward(
         **arguments,
     )
     sums = ((q_gain, q_norm.gain), (q_bias, q_norm.bias), (k_gain, k_norm.gain), (k_bias, k_norm.bias))
-    return Gradients(dq_raw, dk_raw, *(sum_to(*pair) for pair in sums))
+    return dq_raw, dk_raw, *(sum_to(*pair) for pair in sums)
 
 
-def _arguments(q: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None, factor: float) -> dict[str, Any]:
+def _arguments(q: Tensor, q_norm: Norm, k_norm: Norm, rotary: Rotary | None) -> dict[str, Any]:
     """The arguments that both kernels have."""
     columns = padded(q.shape[-1])
     return {
         "q_norm": NormArguments.of(q_norm),
         "k_norm": NormArguments.of(k_norm),
         "rotary": RotaryArguments.of(rotary),
-        "multiplier": factor,
         "heads": q.shape[1],
         "length": q.shape[2],
         "BLOCK": ROWS[columns],

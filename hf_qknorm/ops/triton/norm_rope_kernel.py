@@ -144,7 +144,7 @@ def norm_rope_kernel(
 
 @triton.jit
 def _raw_gradient(
-    grad, source, result, dgain, dbias, norm, rotary, multiplier, batch, head, chunk, length, slot,
+    grad, source, result, dgain, dbias, norm, rotary, batch, head, chunk, length, slot,
     BLOCK: tl.constexpr, STEPS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -166,7 +166,6 @@ def _raw_gradient(
             dz = _load_tile(grad, batch, head, rows, other, rotated)
             c, s = _rotation(rotary, batch, rows, angle, rotated)
             dy = tl.where(rotated, dy * c - dz * (s * sign[None, :]), dy)
-        dy = dy * multiplier
         x = _load_tile(source, batch, head, rows, columns, live)
         shift, factor, unit, pull = norm_math.statistics(x, real, norm, HEAD_DIM, NORM)
         dn = dy
@@ -185,8 +184,7 @@ def _raw_gradient(
 
 @triton.jit(do_not_specialize=["heads", "total", "length"])
 def norm_rope_gradient_kernel(
-    dq, q, dq_raw, q_dgain, q_dbias, dk, k, dk_raw, k_dgain, k_dbias, q_norm, k_norm, rotary, multiplier,
-    heads, total, length,
+    dq, q, dq_raw, q_dgain, q_dbias, dk, k, dk_raw, k_dgain, k_dbias, q_norm, k_norm, rotary, heads, total, length,
     BLOCK: tl.constexpr, STEPS: tl.constexpr, PADDED: tl.constexpr, HEAD_DIM: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
@@ -195,13 +193,13 @@ def norm_rope_gradient_kernel(
     program = (tl.program_id(0) // total).to(tl.int64)
     if head < heads:
         _raw_gradient(
-            dq, q, dq_raw, q_dgain, q_dbias, q_norm, rotary, multiplier, batch, head, chunk, length,
+            dq, q, dq_raw, q_dgain, q_dbias, q_norm, rotary, batch, head, chunk, length,
             (program * heads + head) * HEAD_DIM,
             BLOCK, STEPS, PADDED, HEAD_DIM, Q_NORM, ROTARY, INTERLEAVED,
         )  # fmt: skip
     elif k is not None:
         _raw_gradient(
-            dk, k, dk_raw, k_dgain, k_dbias, k_norm, rotary, 1.0, batch, head - heads, chunk, length,
+            dk, k, dk_raw, k_dgain, k_dbias, k_norm, rotary, batch, head - heads, chunk, length,
             (program * (total - heads) + head - heads) * HEAD_DIM,
             BLOCK, STEPS, PADDED, HEAD_DIM, K_NORM, ROTARY, INTERLEAVED,
         )  # fmt: skip
