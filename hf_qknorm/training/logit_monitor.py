@@ -14,10 +14,9 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from hf_qknorm.files.log import is_first_rank, logger
 from hf_qknorm.files.paths import check_writable, user_path
 from hf_qknorm.measure.bounds import norm_limits
-from hf_qknorm.measure.logit_statistics import watched_layers
+from hf_qknorm.measure.logit_statistics import watchable_layers, watched_layers
 from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.measure.predictions import layer_statistics
-from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.reports.records import LayerStatistics
 from hf_qknorm.training.logit_log import LogitSample, nan_as_inf, read_log
 
