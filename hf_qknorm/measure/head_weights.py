@@ -89,7 +89,7 @@ def _mean_squares(projection: Any, gain: Tensor, bias: Tensor) -> Tensor:
     constant = full_tensor((weight * bias).sum(dim))
     if projection.bias is not None:
         constant = constant + full_tensor(projection.bias.detach())
-    return full_tensor((weight * gain).square().sum(dim)) + constant.square()
+    return full_tensor((weight * gain).square_().sum(dim)) + constant.square()
 
 
 def _wide(x: Tensor) -> Tensor:
