@@ -91,25 +91,22 @@ def test_the_norms_result_is_the_projections_input(model_type):
 def test_sizes_are_those_of_random_inputs(model_type):
     model = sharp_model(model_type)
     generator = torch.Generator().manual_seed(0)
-    for name, p in model.named_parameters():
-        if "norm" in name or "ln_1" in name:
-            p.add_(torch.randn(p.shape, generator=generator) * 0.5)
+    for p in (p for name, p in model.named_parameters() if "norm" in name or "ln_1" in name):
+        p.add_(torch.randn(p.shape, generator=generator) * 0.5)
     for layer in attention_head_weights(model).values():
         for name, size in sizes(layer).items():
             part = layer[name]
-            x = torch.randn(4000, width_of(part), generator=generator)
-            x = x if part.norm.module is None else part.norm.module(x)
+            x = part.norm.module(torch.randn(4000, width_of(part), generator=generator))
             heads = part.projection(x)[:, part.outputs(x.device)]
             torch.testing.assert_close(size.inputs, x.square().mean().sqrt(), rtol=0.03, atol=0)
             torch.testing.assert_close(size.outputs, heads.square().sum(2).mean(0).sqrt(), rtol=0.06, atol=0)
 
 
-def test_a_norm_that_follows_or_is_removed_does_not_count():
-    after, folded = tiny_model("opt", do_layer_norm_before=False), patch_model(tiny_model("llama"), "qkv_norm")
-    parts = [
-        part for model in (after, folded) for layer in attention_head_weights(model).values() for part in layer.values()
-    ]
-    assert all(part.norm.module is None for part in parts)
+@pytest.mark.parametrize(
+    "model", [tiny_model("opt", do_layer_norm_before=False), patch_model(tiny_model("llama"), "qkv_norm")]
+)
+def test_a_norm_that_follows_or_is_removed_does_not_count(model):
+    assert all(p.norm.module is None for parts in attention_head_weights(model).values() for p in parts.values())
 
 
 def with_weight(weight: Tensor) -> nn.Linear:
