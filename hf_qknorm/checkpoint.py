@@ -28,9 +28,8 @@ from transformers.utils import logging as transformers_logging
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.files.hub_names import is_repo_id
 from hf_qknorm.files.names import CARD, CONFIG, GENERATED, INDEX, SINGLE, TOKENIZER_FILES, check_inside, side_files
-from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.paths import is_repo_id, user_path
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.config_checks import check_settings, describe_error
 from hf_qknorm.model.derived import derived_model

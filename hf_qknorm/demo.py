@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from pydantic_core import to_jsonable_python
 from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_qknorm.calibration.calibrate import calibrate
 from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source, quiet_transformers
 from hf_qknorm.convert.card import write_card
-from hf_qknorm.families import check_scheme, family_of
+from hf_qknorm.families import family_of
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.log import logger
@@ -31,7 +32,6 @@ from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import check_text, load_text, sample_batches, sequence_length, tokenize
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
-from hf_qknorm.reports.records import to_json
 from hf_qknorm.reports.report import save_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.small_model import LENGTH, Run, aligned, byte_tokenizer, mean_loss, measure, small_llama, train
@@ -116,9 +116,8 @@ def _prepare(
     source = open_source(checkpoint)
     if isinstance(source.config, QKNormConfig):
         raise ValueError(f"{source.name} is converted already: give the original checkpoint")
-    family_of(source.config)  # raises for a type that is not supported
+    family_of(source.config, scheme.resolve())  # raises for what is not supported
     require_causal(source.config)
-    check_scheme(source.config.model_type, source.config, scheme.resolve())
     tokenizer = load_tokenizer(source.folder)
     batches = draw(tokenizer, sequence_length(source.config))
     check_batches([{"input_ids": batch} for batch in batches["held_out"]], source.config)
@@ -192,4 +191,4 @@ def _write(report: dict[str, Any], runs: list[Run], folder: Path) -> None:
     from hf_qknorm.plots import draw_demo  # imports matplotlib
 
     draw_demo(report["conversion"], runs, folder / PLOT)
-    save_json(to_json({**report, "runs": runs}), folder / REPORT)
+    save_json(to_jsonable_python({**report, "runs": runs}, exclude_none=True), folder / REPORT)

@@ -31,12 +31,9 @@ DEMO = ("Converted: rise in loss", "Trained on: held-out loss", "Trained on: lar
 Rows = Sequence[Sequence[float]]  # by layer
 
 
-def new_figure(width: float, height: float, title: str = "") -> Figure:
+def new_figure(width: float, height: float) -> Figure:
     """An empty figure of this size in inches."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    if title:
-        figure.suptitle(title, fontsize=11, color=INK)
-    return figure
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def save_figure(figure: Figure, path: str | Path) -> None:
@@ -107,11 +104,8 @@ def draw_inspection(inspection: Inspection, path: str | Path) -> None:
     """Draw the largest |logit| and the entropy of every head, as maps of layers × heads."""
     layers = list(inspection.layers.values())
     logits, entropies = [_drawable(layer.max_logit) for layer in layers], [_drawable(layer.entropy) for layer in layers]
-    figure, axes = _draw_maps(inspection.title, logits, entropies, inspection.cap, layers)
-    for each in axes:
-        each.set_xlabel("head", color=INK)
-        each.set_xticks(_ticks(len(layers[0].entropy), 16))
-    save_figure(figure, path)
+    ticks = {i: str(i) for i in _ticks(len(layers[0].entropy), 16)}
+    save_figure(_draw_maps(inspection.title, logits, entropies, inspection.cap, layers, "head", ticks), path)
 
 
 def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
@@ -124,15 +118,13 @@ def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:
     logits = [[_worst(chain(*(x.max_logit for x in cell)), max) for cell in row] for row in cells]
     entropies = [[_worst(chain(*(x.entropy for x in cell)), min) for cell in row] for row in cells]
     title = f"Attention in training: {len(samples)} samples of steps {samples[0].step} to {samples[-1].step}"
-    figure, axes = _draw_maps(title, logits, entropies, layers[-1].cap, layers)
-    ticks = _ticks(len(columns), 10)
-    for each in axes:
-        each.set_xticks(ticks, labels=[str(columns[i][-1].step) for i in ticks])
-        each.set_xlabel("step", color=INK)
-    save_figure(figure, path)
+    ticks = {i: str(columns[i][-1].step) for i in _ticks(len(columns), 10)}
+    save_figure(_draw_maps(title, logits, entropies, layers[-1].cap, layers, "step", ticks), path)
 
 
-def _draw_maps(title: str, logits: Rows, entropies: Rows, cap: float, layers: Iterable[Any]) -> tuple[Figure, Any]:
+def _draw_maps(
+    title: str, logits: Rows, entropies: Rows, cap: float, layers: Iterable[Any], xlabel: str, ticks: dict[int, str]
+) -> Figure:
     """Draw maps of the largest |logit| and of the least entropy in each cell, a row for each layer.
 
     Dark cells are at risk: logits are coloured by doublings from 1/16 of the cap to twice the cap, and entropies from 0
@@ -140,18 +132,22 @@ def _draw_maps(title: str, logits: Rows, entropies: Rows, cap: float, layers: It
     """
     rows, columns = len(logits), len(logits[0])
     size = min(max(7.0 + 0.1 * columns, 8.0), 12.0), min(max(2.2 + 0.3 * rows, 3.8), 12.0)
-    figure = new_figure(*size, title)
+    figure = new_figure(*size)
+    figure.suptitle(title, fontsize=11, color=INK)
     axes = figure.subplots(1, 2, sharey=True)
     norm = LogNorm(cap / 16, 2 * cap, clip=True)
     bar = _draw_cells(figure, axes[0], logits, norm, "YlOrRd", "largest |logit|, before any cap")
-    ticks = [cap * 2.0**i for i in range(-4, 2)]
-    bar.set_ticks(ticks, labels=[f"{tick:.3g}" for tick in ticks])
+    doublings = [cap * 2.0**i for i in range(-4, 2)]
+    bar.set_ticks(doublings, labels=[f"{logit:.3g}" for logit in doublings])
     bar.minorticks_off()
     scale = Normalize(0, max(0.1, *(layer.even for layer in layers)))
     bar = _draw_cells(figure, axes[1], entropies, scale, "YlGnBu_r", "attention entropy (nats)")
     bar.locator = MaxNLocator(nbins=5)
     axes[0].set_ylabel("layer", color=INK)
-    return figure, axes
+    for each in axes:
+        each.set_xlabel(xlabel, color=INK)
+        each.set_xticks(list(ticks), labels=list(ticks.values()))
+    return figure
 
 
 def draw_demo(conversion: Mapping[str, Any], runs: Sequence[Any], path: str | Path) -> None:

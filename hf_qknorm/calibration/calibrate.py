@@ -8,32 +8,27 @@ from typing import Any
 from torch import nn
 from transformers.utils import ModelOutput
 
-from hf_qknorm.calibration.checks import (
-    Knee,
-    check_inputs,
-    check_supported,
-    resolve_knee,
-    resolve_sharpness,
-    scheme_of,
-)
 from hf_qknorm.calibration.gains import ClosedFormGains, named_norms, rescale_folded_weights
-from hf_qknorm.calibration.knees import KNEES, search_knee, undone_calibration
+from hf_qknorm.calibration.knees import KNEES, Knee, resolve_knee, resolve_sharpness, search_knee, undone_calibration
 from hf_qknorm.families.counterparts import counterpart
-from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.log import logger
-from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
+from hf_qknorm.files.paths import hub_name
+from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, is_bidirectional, longest_sequence
 from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
-from hf_qknorm.measure.predictions import evaluate, output_error, predictions
-from hf_qknorm.measure.text import batches_for, context_length
-from hf_qknorm.model.adapters import unwrap_peft
+from hf_qknorm.measure.predictions import evaluate, output_error, predictions, require_causal
+from hf_qknorm.measure.text import INPUTS, batches_for, context_length
+from hf_qknorm.model.adapters import is_adapter_layer, unwrap_peft
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.in_memory import mark_in_memory
+from hf_qknorm.model.install import require_base
 from hf_qknorm.model.knees import NO_NORM, knee_of, sharpness_of
 from hf_qknorm.model.record import set_record
 from hf_qknorm.reports.records import LayerReport, Prediction
 from hf_qknorm.reports.report import Calibration
+from hf_qknorm.scheme import Scheme
 
 MAX_TOKENS = 262_144
 FOLD_BATCHES = 16  # enough for the mean σ that folded projections are scaled to
@@ -111,11 +106,11 @@ def calibrate(
     """
     require_whole(model)
     bare = unwrap_peft(model)
-    knee = resolve_knee(scheme_of(bare), knee, max_loss_increase, exportable)
+    knee = resolve_knee(_scheme_of(bare), knee, max_loss_increase, exportable)
     sharpness = resolve_sharpness(sharpness, knee, exportable)
     if exportable:
         counterpart(bare.config)  # raises without one
-    check_supported(bare, max_loss_increase)
+    _check_supported(bare, max_loss_increase)
     batches = batches_for(bare, data, tokenizer, batch=batch_size, length=length, max_tokens=max_tokens)
     check_inputs(bare, batches)
     check_batches(batches, bare.config)
@@ -126,7 +121,7 @@ def calibrate(
         base, fresh = predictions(bare, judged, kept)
         tried: dict[float, Prediction] = {}
         if isinstance(knee, str):
-            if base is not None and (count := count_tokens(judged)) < LEAST_JUDGED:
+            if base is not None and (count := count_tokens(*judged)) < LEAST_JUDGED:
                 logger.warning(FEW, count, 2 * LEAST_JUDGED, LEAST_JUDGED // HELD_OUT[1])
             gains = ClosedFormGains(bare, others or batches, judged[:1], KNEES, sharpness)
             tried = search_knee(gains, judged, base, max_loss_increase, kept)
@@ -142,19 +137,71 @@ def calibrate(
     return report
 
 
+def _scheme_of(model: Any) -> Scheme:
+    """The scheme of a patched model. Raises ValueError for another model, and names a patched tower in it."""
+    if not isinstance(model, QKNormModel):
+        towers = [name for name, module in model.named_modules() if isinstance(module, QKNormModel)]
+        if towers:
+            raise ValueError(
+                f"of {type(model).__name__} only a tower is patched, {towers[0]}: calibrate the tower, as "
+                f"calibrate(model.{towers[0]}, data)"
+            )
+        raise ValueError(f"{type(model).__name__} is not patched with a scheme: call patch_model(model, scheme) first")
+    return model.config.scheme
+
+
+def check_inputs(model: Any, batches: Batches) -> None:
+    """Raise ValueError for batches without the model's input, or without labels that a masked language model needs."""
+    if missing := next((batch for batch in batches if model.main_input_name not in batch), None):
+        raise ValueError(
+            f'{type(model).__name__} takes "{model.main_input_name}", and a batch has {", ".join(missing)}: give '
+            "mappings with it"
+        )
+    predicts_masked = is_bidirectional(model.config) and model.get_output_embeddings() is not None
+    if predicts_masked and not all("labels" in batch for batch in batches):
+        raise ValueError(
+            f"{type(model).__name__} has bidirectional attention and predicts masked tokens: give batches with "
+            '"input_ids", some of them masked, and "labels", as DataCollatorForLanguageModeling makes them'
+        )
+
+
+def _check_supported(model: Any, limit: float | None) -> None:
+    """Raise ValueError for a model that can't be calibrated, or judged by this limit."""
+    if model.main_input_name not in INPUTS or model.config.is_encoder_decoder:
+        require_causal(model.config)
+    require_base(model)
+    for (layer, name), norm in named_norms(model).items():
+        if any(p.is_meta for p in norm.parameters()):
+            raise ValueError(
+                f"the gains of {layer}.{name} are offloaded, where new values are lost: load the model into memory, or "
+                "calibrate the original checkpoint while it is converted (convert_checkpoint with max_memory)"
+            )
+    layers = [] if model.config.scheme.pre_norm or is_exact(model) else patched_layers(model).values()
+    if any(is_adapter_layer(layer.get_submodule(part)) for layer in layers for part in layer.family.style.weights):
+        raise ValueError(
+            "a scheme with pre_norm=False scales projections, and some are under adapters, which do not save them: "
+            "calibrate before you add adapters"
+        )
+    if limit is not None and model.get_output_embeddings() is None:
+        raise ValueError(
+            f"{type(model).__name__} predicts no tokens, which max_loss_increase={limit:g} compares: leave it out, or "
+            "calibrate the language model"
+        )
+
+
 def _report(model: Any, batches: Batches, judged: Batches, **numbers: Any) -> Calibration:
     """The report of a calibrated model, with the numbers that the calibration has."""
     cap = model.config.attn_logit_softcapping or CAP
     found = evaluate(model, judged, cap)
     from_hub = bool(getattr(model.config, "_commit_hash", None))  # a folder has none
     return Calibration(
-        tokens=count_tokens(batches),
+        tokens=count_tokens(*batches),
         scheme=model.config.scheme,
         cap=cap,
         base=found.base,
         chosen=found.own,
         layers={name: LayerReport(found.before[name], after) for name, after in found.after.items()},
-        judged=count_tokens(judged),
+        judged=count_tokens(*judged),
         base_model=hub_name(str(model.name_or_path)) if from_hub else None,
         length=longest_sequence(batches) or None,
         context=context_length(model.config),

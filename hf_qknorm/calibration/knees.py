@@ -1,4 +1,4 @@
-"""The search for a knee: the smallest that keeps a model's predictions, with gains in closed form."""
+"""The knee of a calibration: its default, and the search for the smallest that keeps a model's predictions."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.gains import ClosedFormGains
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.log import logger
 from hf_qknorm.measure.batches import Batches
 from hf_qknorm.measure.predictions import output_error, predictions
@@ -20,12 +21,48 @@ from hf_qknorm.model.attention import evaluating, every_norm, patched_layers
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.reports.records import Prediction
+from hf_qknorm.scheme import Scheme
 
 KNEES: Final = (0.0, *(2.0 ** (i / 2) for i in range(-2, 11)))  # 0.5 to 32: a norm's shape holds powers of √2 exactly
 SHARPNESS: Final = 8  # of the norms that a search sets
 LIMIT: Final = 0.005  # nats per token that a conversion may cost by default
 OUTPUT_LIMIT: Final = 0.05  # of the relative error of hidden states; vectors with it have a cosine above 0.998
 EXPORT_KNEE: Final = 16.0  # of norms in RMSNorm's own form
+
+Knee = float | Literal["auto"]
+
+
+def resolve_knee(scheme: Scheme, knee: Knee | None, max_loss_increase: float | None, exportable: bool) -> Knee:
+    """The knee of a calibration, with the default in place of None.
+
+    Raises ValueError for a knee that the scheme can't have, and a limit that is not finite.
+    """
+    if max_loss_increase is not None and not math.isfinite(max_loss_increase):
+        raise ValueError(f"max_loss_increase={max_loss_increase} is no limit: expected a finite number, or None")
+    if knee is not None and knee != "auto" and (isinstance(knee, str) or not 0 <= knee < math.inf):
+        raise ValueError(f'knee={shorten(knee)}: expected a number ≥ 0, "auto", or None')
+    if exportable:
+        knee = EXPORT_KNEE if knee is None else knee
+        if isinstance(knee, str) or not knee:
+            raise ValueError(f"knee={knee} is not exportable: expected a number above 0, as knee={EXPORT_KNEE:g}")
+    possible = bool(scheme.norms) and scheme.pre_norm
+    if knee is None:
+        return "auto" if possible and scheme.gain != "none" else 0.0
+    if knee and not possible:
+        raise ValueError(
+            f"knee={knee}: expected 0 unless q, k or v is normed and pre_norm is True: a norm with a knee keeps part "
+            "of the scale"
+        )
+    return knee
+
+
+def resolve_sharpness(sharpness: float | None, knee: Knee, exportable: bool) -> float:
+    """The sharpness of a calibration, by default by its knee. Raises ValueError for one that is not possible."""
+    if sharpness is None:
+        return float(SHARPNESS if isinstance(knee, str) else 1)
+    if not 1 <= sharpness < math.inf or (exportable and sharpness != 1):
+        raise ValueError(f"sharpness={sharpness}: expected {'1 with exportable' if exportable else 'a number ≥ 1'}")
+    return float(sharpness)
 
 
 def cost(base: Prediction, patched: Prediction) -> float:

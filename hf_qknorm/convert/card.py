@@ -18,13 +18,12 @@ from hf_qknorm.families.class_names import PREFIX, classes_of
 from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
-from hf_qknorm.files.hub_names import check_repo_id, is_repo_id
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
-from hf_qknorm.files.paths import user_path
-from hf_qknorm.measure.predictions import predictions_of
+from hf_qknorm.files.paths import check_repo_id, is_repo_id, user_path
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.reports.records import Prediction
 from hf_qknorm.reports.report import Calibration
 
 TAG: Final = "hf_qknorm"  # identifies a card that this package generated
@@ -176,9 +175,17 @@ def _card_data(config: Any, report: Calibration | None, inherited: dict[str, Any
     )
 
 
+def _predictions(report: Calibration | None) -> dict[str, Prediction]:
+    """A report's predictions by the names of their models in a card; empty without a head."""
+    if report is None or report.base is None or report.ones is None or report.chosen is None:
+        return {}
+    fresh = {"fresh gains": report.ones} if report.scheme.norms else {}
+    return {"unpatched": report.base, **fresh, "this model": report.chosen}
+
+
 def _results(report: Calibration | None) -> list[EvalResult]:
     """The finite losses and perplexities, of this model and of the unpatched one."""
-    titles, found = {"this model": "converted", "unpatched": "unpatched"}, predictions_of(report)
+    titles, found = {"this model": "converted", "unpatched": "unpatched"}, _predictions(report)
     return [
         EvalResult(
             task_type="text-generation",
@@ -224,7 +231,7 @@ def _context(folder: Path, config: Any, report: Calibration | None) -> dict[str,
         "latent": family_of_type(config.base_model_type).latent,
         "backends": ", ".join(f"`{name}`" for name in CAP_BACKENDS if not name.startswith("hf_qknorm")),
         "report": report,
-        "predictions": predictions_of(report),
+        "predictions": _predictions(report),
         "fixed": format_fixed,
         "largest": {
             when: max(max(getattr(layer, when).max_logit) for layer in layers) for when in ("before", "after") if layers

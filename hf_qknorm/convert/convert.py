@@ -9,14 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate
-from hf_qknorm.calibration.checks import Knee, check_inputs, resolve_knee
+from tqdm import tqdm
+
+from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate, check_inputs
+from hf_qknorm.calibration.knees import Knee, resolve_knee
 from hf_qknorm.checkpoint import (
     Source,
     copied_files,
     copy_files,
     load_model,
-    load_tokenizer,
     open_source,
     quiet_transformers,
 )
@@ -24,14 +25,12 @@ from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import family_of
 from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import new_folder
-from hf_qknorm.files.formatting import format_bytes
-from hf_qknorm.files.hub_names import hub_name
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CONFIG, other_files
-from hf_qknorm.files.paths import check_folder, check_space, user_path
+from hf_qknorm.files.paths import check_folder, check_space, hub_name, user_path
 from hf_qknorm.measure.batches import Batches, check_batches
 from hf_qknorm.measure.predictions import require_causal
-from hf_qknorm.measure.text import as_batches, check_text, names_a_path, sequence_length
+from hf_qknorm.measure.text import batches_for, check_text, names_a_path
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
@@ -185,8 +184,7 @@ def _batches(source: Source, data: Any, length: int | None, max_tokens: int) -> 
     part = _patched_part(source.model)
     if part.config.is_encoder_decoder:
         require_causal(part.config)
-    cut = {"batch": SEQUENCES, "length": sequence_length(part.config, length), "max_tokens": max_tokens}
-    batches = as_batches(part, data, partial(load_tokenizer, source.folder), **cut)
+    batches = batches_for(part, data, source.folder, batch=SEQUENCES, length=length, max_tokens=max_tokens)
     check_batches(batches, part.config)
     check_inputs(part, batches)
     return batches
@@ -205,8 +203,8 @@ def _plan(source: Source, destination: Path) -> tuple[str, int]:
     size = sum(tensor.numel() for tensor in tensors.values()) * itemsize
     size += sum((source.folder / file).stat().st_size for file in copied)
     lines = {
-        "source": f"{source.folder} ({source.config.model_type}, {format_bytes(stored)})",
-        "destination": f"{destination} ({type(part.config).model_type}, {format_bytes(size)})",
+        "source": f"{source.folder} ({source.config.model_type}, {tqdm.format_sizeof(stored, 'B')})",
+        "destination": f"{destination} ({type(part.config).model_type}, {tqdm.format_sizeof(size, 'B')})",
         "scheme": str(part.config.scheme),
         "patches": f"{len(layers)} attention layers, {len(norms)} norms",
         "adds": f"{len(added)} tensors, {count:,} parameters" + (f", first {added[0]}" if added else ""),

@@ -19,10 +19,9 @@ from hf_qknorm.convert.card import PLACEHOLDER, is_generated_card, reads_text, w
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.files.hub_names import check_repo_id
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, WEIGHTS, model_files
-from hf_qknorm.files.paths import user_path
+from hf_qknorm.files.paths import check_repo_id, user_path
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.standalone.generate import add_standalone

@@ -32,27 +32,21 @@ _PATTERNS = (
 SIDE_FILE = re.compile(rf"(?!\.)({'|'.join(map(translate, _PATTERNS))}|(?i:{LICENCE.pattern}))")
 
 
-def side_files(folder: Path) -> list[Path]:
-    """Return the names of a checkpoint's files beside its weights, relative to its folder.
+def model_files(folder: Path) -> list[Path]:
+    """Return the names of a checkpoint's files, relative to its folder: weights, and `side_files`.
 
     Raises ValueError for a link out of the folder: a copy could publish a private file.
     """
-    found = [path for path in folder.iterdir() if SIDE_FILE.fullmatch(path.name)]
+    found = [path for path in folder.iterdir() if WEIGHTS.fullmatch(path.name) or SIDE_FILE.fullmatch(path.name)]
     paths = [path for path in sorted([*found, *(folder / TEMPLATES).glob("*.jinja")]) if path.is_file()]
     for path in paths:
         check_inside(folder, path)
     return [path.relative_to(folder) for path in paths]
 
 
-def model_files(folder: Path) -> list[Path]:
-    """Return the names of all files of a checkpoint: `side_files`, and the weights as `save_pretrained` names them.
-
-    Raises ValueError for a link out of the folder.
-    """
-    weights = [path for path in sorted(folder.iterdir()) if WEIGHTS.fullmatch(path.name)]
-    for path in weights:
-        check_inside(folder, path)
-    return [*side_files(folder), *(path.relative_to(folder) for path in weights)]
+def side_files(folder: Path) -> list[Path]:
+    """`model_files` without weights."""
+    return [file for file in model_files(folder) if not WEIGHTS.fullmatch(file.name)]
 
 
 def other_files(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""Paths that users give, and the guard of destinations: checked before any work starts."""
+"""Paths and Hub names that users give, and the guard of destinations: checked before any work starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hf_qknorm.files.formatting import format_bytes
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+from tqdm import tqdm
+
+from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import CONFIG, other_files
 
 
@@ -18,6 +22,27 @@ def user_path(name: str | os.PathLike[str], argument: str) -> Path:
         raise ValueError(f"{argument} is empty, which would mean the working directory: give a folder or a file")
     path = Path(os.path.expanduser(name))
     return Path(os.path.realpath(path)) if ".." in path.parts else path
+
+
+def is_repo_id(value: Any) -> bool:
+    """Return whether `value` is a valid name of a repository."""
+    try:
+        validate_repo_id(value)
+        return value is not None
+    except HFValidationError:
+        return False
+
+
+def check_repo_id(value: Any, where: str) -> str:
+    """Return `value` if it is a valid name of a repository. Raises ValueError, naming `where`, otherwise."""
+    if not is_repo_id(value):
+        raise ValueError(f"{where} is {shorten(value)}, expected a name on the Hub, as OWNER/NAME")
+    return str(value)
+
+
+def hub_name(name: str) -> str | None:
+    """Return the name if it can only be one on the Hub; None if it is, or may be, a local path."""
+    return name if is_repo_id(name) and not os.path.lexists(name) else None
 
 
 def check_writable(*paths: Path) -> None:
@@ -36,7 +61,8 @@ def check_space(path: Path, size: int) -> None:
     """Raise OSError unless the disk of `path`, which may not exist yet, has `size` bytes free."""
     place = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     if (free := shutil.disk_usage(place).free) < size:
-        raise OSError(f"{path} needs {format_bytes(size)}, and {place} has {format_bytes(free)}: nothing was written")
+        needed, left = (tqdm.format_sizeof(each, "B") for each in (size, free))
+        raise OSError(f"{path} needs {needed}, and {place} has {left}: nothing was written")
 
 
 def check_folder(path: Path, *, overwrite: bool, sources: Iterable[Any] = ()) -> None:

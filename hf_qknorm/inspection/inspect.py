@@ -104,8 +104,7 @@ def inspect_checkpoint(
     length = text.sequence_length(source.config, length)
     require_causal(source.config)
     tokenizer = load_tokenizer(source.folder)
-    cut = {"batch": SEQUENCES, "length": length, "max_tokens": max_tokens}
-    batches = text.as_batches(None, data, lambda: tokenizer, **cut)
+    batches = text.as_batches(None, data, tokenizer, batch=SEQUENCES, length=length, max_tokens=max_tokens)
     check_batches(batches, source.config)
     with TemporaryDirectory(prefix="hf-qknorm-") as offload:
         model = load_causal(source, **placement(source.folder, None, Path(offload)))
@@ -126,7 +125,7 @@ def _measure(model: Any, names: tuple[str, str], batches: Batches, cap: float | 
             raise ValueError(f"the attention logits of {name} are not finite in {model.dtype}: load it in float32")
     return Inspection(
         *names,
-        tokens=count_tokens(batches),
+        tokens=count_tokens(*batches),
         length=longest_sequence(batches),
         context=text.context_length(model.config),
         cap=cap,
@@ -158,9 +157,7 @@ def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) ->
     trials: dict[str, Prediction] = {}
     for scheme in schemes:
         with _patched(model, scheme):
-            base, own = predictions(model, judged, kept)
-            if base is not None and own is not None:
-                trials[scheme_name(scheme)] = _as_of_all(whole, base, own, worst_bound(model))
+            trials[scheme_name(scheme)] = _trial(model, judged, kept, whole)
     found = replace(found, trials=trials)
     scheme = knee_scheme(found)
     if family_of(model.config).refusal(model.config, scheme) is not None:
@@ -171,20 +168,20 @@ def _with_trials(model: PreTrainedModel, batches: Batches, found: Inspection) ->
         gains = ClosedFormGains(model, judged, [], SWEPT, SHARPNESS)  # one pass for all knees, as sharp as calibrate's
         for knee in SWEPT:
             gains.apply(knee)
-            base, own = predictions(model, judged, kept)
-            assert base is not None
-            assert own is not None
-            knees[knee] = _as_of_all(whole, base, own, worst_bound(model))
+            knees[knee] = _trial(model, judged, kept, whole)
             if chosen is not None:  # the next larger one, as a margin
                 chosen = knee
                 break
-            chosen = knee if cost(base, own) <= LIMIT else None
+            chosen = knee if cost(whole, knees[knee]) <= LIMIT else None
     return replace(found, knees=knees, knee=chosen, knee_scheme=scheme)
 
 
-def _as_of_all(whole: Prediction, base: Prediction, own: Prediction, bound: float | None) -> Prediction:
-    """A trial as a prediction of the whole text: the loss of the unpatched model there, and the rise on the eighth."""
-    return replace(own, loss=whole.loss + own.loss - base.loss, bound=bound)
+def _trial(model: PreTrainedModel, judged: Batches, kept: list[ModelOutput], whole: Prediction) -> Prediction:
+    """The model's prediction of the whole text: the loss of the unpatched model there, and the rise on `judged`."""
+    base, own = predictions(model, judged, kept)
+    assert base is not None
+    assert own is not None
+    return replace(own, loss=whole.loss + own.loss - base.loss, bound=worst_bound(model))
 
 
 @contextmanager

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic_core import to_jsonable_python
+
 from hf_qknorm.reports import tables
-from hf_qknorm.reports.records import FORMAT, LayerStatistics, Prediction, largest_bound, to_json
+from hf_qknorm.reports.records import FORMAT, LayerStatistics, Prediction, largest_bound
 from hf_qknorm.reports.report import save_json
 from hf_qknorm.scheme import SCHEMES, Scheme
 
@@ -125,8 +127,8 @@ class Inspection:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as JSON-ready data."""
-        return to_json({"format": FORMAT, **vars(self)})
+        """The fields as JSON-ready data, without those that are None."""
+        return to_jsonable_python({"format": FORMAT, **vars(self)}, exclude_none=True)
 
     def save(self, path: str | Path) -> None:
         """Write the fields as a JSON file, whole or not at all."""

@@ -32,14 +32,9 @@ def is_real(batch: Batch) -> Tensor:
     return torch.ones_like(batch["input_ids"]).bool() if mask is None or mask.dim() != 2 else mask.bool()
 
 
-def token_count(batch: Batch) -> int:
-    """The number of a batch's tokens without padding; of images, their own number."""
-    return int(is_real(batch).sum()) if "input_ids" in batch else len(batch["pixel_values"])
-
-
-def count_tokens(batches: Batches) -> int:
-    """The number of tokens of all batches, or of images."""
-    return sum(map(token_count, batches))
+def count_tokens(*batches: Batch) -> int:
+    """The number of tokens of all batches without padding; of images, their own number."""
+    return sum(int(is_real(x).sum()) if "input_ids" in x else len(x["pixel_values"]) for x in batches)
 
 
 def longest_sequence(batches: Sequence[Batch]) -> int:
@@ -118,7 +113,7 @@ def divided(
     The eighth has at least `least` sequences and `tokens` tokens, but at most half of the sequences, and `most`.
     """
     rows = [row for batch in batches for row in _rows(batch)]
-    least = max(least, -(-tokens * len(rows) // max(sum(map(token_count, rows)), 1)))
+    least = max(least, -(-tokens * len(rows) // max(count_tokens(*rows), 1)))
     count = max(len(rows) // 8, min(least, len(rows) // 2), 1)
     count = min(count, most or count)
     judging = {i * len(rows) // count for i in range(count)}

@@ -39,16 +39,12 @@ def norm_limits(model: Any) -> dict[str, dict[str, float | None]]:
     return found
 
 
-def logit_bound(layer: QKNormAttention) -> float | None:
-    """The largest |logit| of a patched layer with its own keys, before any cap, for any input; rounding may exceed it.
-
-    The norms are the scheme's or the model's own. None where queries or keys have no norm. In models that scale queries
-    by position, the bound holds up to the model's maximum position.
-    """
-    return _bound(layer, _ranges(layer, layer))
-
-
 def _bound(layer: QKNormAttention, pairs: list[tuple[NormRange | None, NormRange | None]]) -> float | None:
+    """The largest |logit| of a patched layer, before any cap, for any input; rounding may exceed it.
+
+    None where queries or keys have no norm. In models that scale queries by position, it holds up to the model's
+    maximum position.
+    """
     if any(norm.bypass for norm in head_norms(layer).values()):
         return None
     rotary = 1.0 if layer.has_own_norms and layer.family.style.norms_rotated else rotary_scale(layer)

@@ -9,12 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from hf_qknorm.families import REFUSED, family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.logits import call_to_measure, measure
 from hf_qknorm.measure.passes import PassFilter
-from hf_qknorm.measure.watchable import watchable_layers
-from hf_qknorm.model.attention import QKNormAttention
+from hf_qknorm.model.attention import QKNormAttention, patched_layers
+from hf_qknorm.model.install import install, own_layers, uninstall
+from hf_qknorm.patch import require_own_forward
+from hf_qknorm.scheme import SCHEMES
 
 CAP = 50.0  # the default for shares of large logits: the cap of Rybakov et al. 2024 and of Gemma 2
 
@@ -108,3 +112,30 @@ class _Watcher:
         entry.entropies.append(found.entropy)
         entry.evens.append(even)
         entry.counts = entry.counts.to(q.device) + torch.stack([found.seen, found.over_half, found.over_cap])
+
+
+@contextmanager
+def watchable_layers(model: Any) -> Iterator[dict[str, QKNormAttention]]:
+    """The attention modules of `model` by name; in an unpatched model they have the scheme "none" inside the block.
+
+    "none" changes no number. Unlike `patch_model` this leaves the model's class and config alone, and reaches into
+    wrappers such as DDP's and PEFT's. After the block the modules are as before.
+
+    Raises ValueError for a model without an attention module of a known family, or with one whose forward another tool
+    has replaced.
+    """
+    with ExitStack() as stack:
+        for module in () if patched_layers(model) else list(model.modules()):
+            if isinstance(module, PreTrainedModel) and module.config.model_type not in REFUSED:
+                family = family_of(module.config)
+                if own_layers(module, family):
+                    require_own_forward(module, family)
+                    install(module, family, SCHEMES["none"])
+                    stack.callback(uninstall, module)
+        layers = patched_layers(model)
+        if not layers:
+            raise ValueError(
+                f"{type(model).__name__} has no attention module of a known family, whose logits could be watched: "
+                "see hf-qknorm families"
+            )
+        yield layers

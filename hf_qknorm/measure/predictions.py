@@ -19,7 +19,6 @@ from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
 from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.reports.records import LayerStatistics, Prediction
-from hf_qknorm.reports.report import Calibration
 
 MOST_KEPT = 1_000_000_000
 
@@ -165,11 +164,3 @@ def _row_sums(base: Tensor, own: Tensor, wanted: Tensor, real: Tensor) -> Tensor
     kl = F.kl_div(q, p, log_target=True, reduction="none").sum(-1)[real].sum()
     same = (p.argmax(-1) == q.argmax(-1))[real].sum()
     return torch.stack([base_nll, own_nll, predicts.sum(), kl, same, real.sum()]).double().cpu()
-
-
-def predictions_of(report: Calibration | None) -> dict[str, Prediction]:
-    """Return a report's predictions by the names of their models in a card; empty without a head."""
-    if report is None or report.base is None or report.ones is None or report.chosen is None:
-        return {}
-    fresh = {"fresh gains": report.ones} if report.scheme.norms else {}
-    return {"unpatched": report.base, **fresh, "this model": report.chosen}

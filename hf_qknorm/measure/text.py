@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from inspect import Parameter, signature
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from hf_qknorm.checkpoint import load_tokenizer
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import read_start
-from hf_qknorm.measure.batches import token_count
+from hf_qknorm.measure.batches import count_tokens
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
 INPUTS = {"input_ids": 2, "pixel_values": 4}  # of the models that calibrate takes, and the dimensions of a batch
@@ -66,8 +66,13 @@ def check_text(data: Any) -> None:
         load_text(data, limit=1000)
 
 
-def tokenize(tokenizer: Any, text: str) -> Tensor:
-    """The token ids of a text, `[N]`. Raises ValueError for a tokenizer that fails or returns no tokens."""
+def tokenize(tokenizer: Any, text: Any) -> Tensor:
+    """The token ids of a text, `[N]`.
+
+    Raises ValueError for another item than a text, and for a tokenizer that fails or returns no tokens.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"an item is of type {type(text).__name__} behind a text: {EXPECTED}")
     where = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
     try:
         ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
@@ -123,18 +128,12 @@ def batches_for(
     model: PreTrainedModel, data: Any, tokenizer: Any, *, batch: int, length: int | None, max_tokens: int
 ) -> list[dict[str, Tensor]]:
     """`as_batches` with the model's default length and, for `tokenizer=None`, the tokenizer of its checkpoint."""
-
-    def load() -> Any:
-        if tokenizer is None and not model.name_or_path:
-            raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
-        return load_tokenizer(model.name_or_path) if tokenizer is None else tokenizer
-
-    length = sequence_length(model.config, length)
-    return as_batches(model, data, load, batch=batch, length=length, max_tokens=max_tokens)
+    tokenizer, length = model.name_or_path if tokenizer is None else tokenizer, sequence_length(model.config, length)
+    return as_batches(model, data, tokenizer, batch=batch, length=length, max_tokens=max_tokens)
 
 
 def as_batches(
-    model: Any, data: Any, load_tokenizer: Callable[[], Any], *, batch: int, length: int, max_tokens: int
+    model: Any, data: Any, tokenizer: Any, *, batch: int, length: int, max_tokens: int
 ) -> list[dict[str, Tensor]]:
     """The model's inputs from `data`, up to about `max_tokens` tokens without padding, or images.
 
@@ -144,7 +143,8 @@ def as_batches(
     - batches: an iterable of tensors `[B, T]`, or of mappings from names to tensors with a row for each sequence, as a
       DataLoader yields them. Tensors that the model's forward does not take are left out
 
-    Items that are not needed are not read. Raises ValueError for empty data and for anything else.
+    `tokenizer` is one, or where to load it from if there is text. Items that are not needed are not read. Raises
+    ValueError for empty data and for anything else.
     """
     for name, value in (("batch_size", batch), ("max_tokens", max_tokens)):
         if value < 1:
@@ -159,20 +159,15 @@ def as_batches(
         raise ValueError(f"the data is empty: {EXPECTED}")
     items = chain([first], items)
     if isinstance(first, str):
-        tokenizer = cache(load_tokenizer)  # loaded for the first text, and once
-        texts = map(_require_text, items)
-        parts = _up_to(max_tokens, (tokenize(tokenizer(), text) for text in texts))
+        if tokenizer == "":
+            raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
+        tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+        parts = _up_to(max_tokens, (tokenize(tokenizer, text) for text in items))
         return cut(torch.cat(list(parts))[:max_tokens], batch, length)
     known = signature(model.forward).parameters
     others = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known.values())
     names = {*known, *INPUTS, *(TransformersKwargs.__annotations__ if others else ())}
-    return list(_up_to(max_tokens, map(partial(_inputs, names=names), items), size=token_count))
-
-
-def _require_text(item: Any) -> str:
-    if not isinstance(item, str):
-        raise ValueError(f"an item is of type {type(item).__name__} behind a text: {EXPECTED}")
-    return item
+    return list(_up_to(max_tokens, map(partial(_inputs, names=names), items), size=count_tokens))
 
 
 def _inputs(item: Any, names: set[str]) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic_core import to_jsonable_python
 
 from hf_qknorm.files.formatting import shorten
 
@@ -86,11 +85,6 @@ def largest_bound(bounds: Iterable[float | None]) -> float | None:
     found = list(bounds)
     known = [bound for bound in found if bound is not None]
     return max(known) if known and len(known) == len(found) else None
-
-
-def to_json(value: Any) -> Any:
-    """The value as JSON-ready data: dataclasses by their fields, without those that are None."""
-    return to_jsonable_python(value, exclude_none=True)
 
 
 def read_json(adapter: TypeAdapter[T], text: str | bytes, where: str) -> T:

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PlainVa
 
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed
-from hf_qknorm.files.hub_names import check_repo_id
+from hf_qknorm.files.paths import check_repo_id
 from hf_qknorm.files.untrusted import read_bytes
 from hf_qknorm.ops.norms import shown_knee
 from hf_qknorm.reports import records, tables
@@ -133,17 +133,12 @@ class Calibration:
             text = json.dumps(data)
         except (RecursionError, TypeError) as error:
             raise ValueError(f"the report is no JSON data, or nested too deeply ({type(error).__name__})") from None
-        return cls.from_json(text, "report")
-
-    @classmethod
-    def from_json(cls, text: str | bytes, where: str) -> Calibration:
-        """Read a report from untrusted JSON. Raises ValueError, naming `where` and the fields, for anything else."""
-        return records.read_json(REPORT, text, where)
+        return records.read_json(REPORT, text, "report")
 
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a report from a file. Raises ValueError, naming the file, if it is too large or not a report."""
-        return cls.from_json(read_bytes(Path(path)), str(path))
+        return records.read_json(REPORT, read_bytes(Path(path)), str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON; a failed run leaves the old file."""

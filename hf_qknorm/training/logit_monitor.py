@@ -17,7 +17,6 @@ from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import watched_layers
 from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.measure.predictions import layer_statistics
-from hf_qknorm.measure.watchable import watchable_layers
 from hf_qknorm.reports.records import LayerStatistics
 from hf_qknorm.training.logit_log import LogitSample, nan_as_inf, read_log
 
@@ -173,15 +172,14 @@ class _Watch:
     def __init__(self, model: Any, rows: int, *, compiled: bool = False) -> None:
         if getattr(model, "tp_size", None) not in (None, 1):
             raise ValueError("LogitMonitor does not support tensor-parallel models: each rank has other heads")
+        enabled = torch.is_grad_enabled()
         with ExitStack() as stack:  # removes all hooks if the model is refused
-            stack.enter_context(watchable_layers(model))
-            fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-            whole = not fsdp1 and all(p.numel() for p in model.parameters())  # not parts, or nothing, as under ZeRO-3
-            self.limits = norm_limits(model) if whole else {}
-            enabled = torch.is_grad_enabled()
             # no method, as a copy of the model would copy the watch with it
             first = PassFilter(lambda model: torch.is_grad_enabled() is enabled and not self.found)
             self.found = stack.enter_context(watched_layers(model, first, rows=rows))
+            fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+            whole = not fsdp1 and all(p.numel() for p in model.parameters())  # not parts, or nothing, as under ZeRO-3
+            self.limits = norm_limits(model) if whole else {}
             modules = list(model.modules())  # compiled in place, or in a wrapper
             if compiled or any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))

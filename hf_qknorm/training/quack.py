@@ -1,13 +1,16 @@
 """QuacK: per-head learning rates of queries and keys that fall as the vectors on the other side grow.
 
 A step ΔW_Q changes a logit by (ΔW_Q·x)·k, at most ‖ΔW_Q‖·‖x‖·‖k‖, with x the input of the projection. Each head's
-steps of W_Q are therefore scaled by τ·|k|₀/|k|: |·| is the root mean square over isotropic inputs x of constant size,
-and ₀ its value before the first step. W_K's are scaled in the same way by |q|, and the projections' biases like their
-weights. With a bias b, |k|² = ‖W_K‖² + ‖b‖².
+steps of W_Q are therefore scaled by τ·(|x|·|k|)₀/(|x|·|k|): |·| is the root mean square over isotropic x̂, and ₀ its
+value before the first step. W_K's are scaled in the same way by |x|·|q|. Behind a norm with gain g and bias β, x is
+g·x̂ + β, and |k|² = ‖W_K·diag(g)‖² + ‖W_K·β + b‖². A step of the projection's bias b changes a logit by Δb·k, whatever
+x is: its factor is the weight's without |x|.
 
-Source: Anson & Aitchison 2025 (arXiv 2511.21377), lemma 1 and algorithm 1. Not in the paper: biases; and several query
-heads that share a key head count by the largest of their sizes. Latent attention, whose parts the paper multiplies by
-the norms of all weights before them, is refused: the models here norm their latents.
+Source: Anson & Aitchison 2025 (arXiv 2511.21377), lemma 1, algorithms 1 and 2. Not in the paper: gains and biases;
+and several query heads that share a key head count by the largest of their sizes. For latent attention algorithm 2
+multiplies the norms of all weights from the input to the head. The models here norm their latents, so that the weights
+W_D before a latent do not change its size: they do not count for the others, and their own rates are relative to the
+latent before its norm, τ times the ratio of |W_D·x|/(|x|·|q|·|k|) to its initial value.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from torch.optim import Optimizer
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.head_weights import (
+    Sizes,
     attention_head_weights,
     attention_layers,
     normed_sides,
@@ -34,7 +38,7 @@ if TYPE_CHECKING:
     from transformers import Trainer  # slow to import
 
 RATES = "quack_rates"  # in the first parameter group: the initial rates by layer and part
-ByPart = dict[str, Tensor]  # part name → `[heads]`
+ByPart = dict[str, Tensor]  # part name → values by head
 
 
 def _delegated(name: str) -> Any:
@@ -60,15 +64,16 @@ class QuacK(Optimizer):
     head. A copy of the weights of queries and keys (of values too, if fused) is kept during the step: 1.3 GB for an 8B
     Llama in bfloat16. Optimisers with their own weights (fp32 copies, slow weights) would undo the scaling.
 
-    The input counts as constant: the gain and bias of the norm in front of attention, and their steps, are left out.
-    `state_dict` holds the initial rates, in its first parameter group; after a state without them is loaded, the next
-    step measures them anew.
+    Sizes count the gain and bias of the norm in front of attention, and the biases of the projections. Where no norm
+    is in front of attention (OLMo 2, BERT), the input counts as constant. Steps of that norm's own gain and bias change
+    logits too, and are not scaled. `state_dict` holds the initial rates, in its first parameter group; after a state
+    without them is loaded, the next step measures them anew.
 
     Logs a warning for a model with norms of queries or keys, which remove the sizes that the rates depend on.
 
-    Raises ValueError for a model with latent attention or projections of an unknown kind, for an optimiser without
-    their weights (as after FSDP1, which flattens them), for a head whose weights are all zero, and for a `tau` that is
-    not positive. Source: Anson & Aitchison 2025 (arXiv 2511.21377).
+    Raises ValueError for a model with projections of an unknown kind, for an optimiser without their weights (as after
+    FSDP1, which flattens them), for a head whose weights are all zero, and for a `tau` that is not positive. Source:
+    Anson & Aitchison 2025 (arXiv 2511.21377).
     """
 
     param_groups = _delegated("param_groups")
@@ -81,12 +86,9 @@ class QuacK(Optimizer):
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
-        found = attention_layers(model)
-        if latent := next((name for name, _, family in found if family.latent), None):
-            raise ValueError(f"{latent} caches a latent, for which QuacK has no rates: take QKClip, or a cap (softcap)")
         self.layers = attention_head_weights(model)
         self._own()  # raises without these weights
-        if any(normed_sides(layer, family) for _, layer, family in found):
+        if any(normed_sides(layer, family) for _, layer, family in attention_layers(model)):
             logger.warning(
                 "this model norms its queries or keys, and QuacK's rates follow the sizes that the norms remove: leave "
                 "QuacK out, or train without these norms"
@@ -163,18 +165,34 @@ class QuacK(Optimizer):
         return own
 
 
-def learning_rates(present: ByPart) -> ByPart:
-    """The rates of a layer's queries and keys up to a constant, `[heads]`, from their present sizes, `[heads]`."""
-    q, k = present["q"], present["k"]
+def learning_rates(present: dict[str, Sizes]) -> ByPart:
+    """The learning rates of a layer's parts up to a constant, `[2, heads]`: of the weights, and of the biases."""
+    rates = (_rates if "q" in present else _latent_rates)(**{name: size.outputs for name, size in present.items()})
+    return {name: torch.stack([rate / present[name].inputs, rate]) for name, rate in rates.items()}
+
+
+def _rates(q: Tensor, k: Tensor) -> ByPart:
+    """The rates of queries and keys for inputs of constant size, from the sizes of their outputs, `[heads]`."""
     group = len(q) // len(k)
     return {"q": 1 / k.repeat_interleave(group), "k": 1 / q.view(-1, group).amax(1)}
 
 
-def _check_sizes(layer: str, present: ByPart) -> None:
+def _latent_rates(uq: Tensor, qr: Tensor, uk: Tensor, kr: Tensor, dkv: Tensor, dq: Tensor | None = None) -> ByPart:
+    """The rates where norms follow the weights down to the latents, `dq` and `dkv`.
+
+    A step of these changes the normed latent by the step's size over the size of the latent before the norm.
+    """
+    plain, rotated = (uq * uk).amax(0, keepdim=True), qr.amax(0, keepdim=True)
+    rates = {"uq": 1 / uk, "uk": 1 / uq, "qr": (1 / kr).expand_as(qr), "kr": 1 / rotated, "dkv": dkv / plain}
+    return rates if dq is None else rates | {"dq": dq / torch.maximum(plain, rotated * kr)}
+
+
+def _check_sizes(layer: str, present: dict[str, Sizes]) -> None:
     """Raise ValueError for a head whose queries or keys are zero."""
-    for name, outputs in present.items():
-        if len(zero := (outputs == 0).nonzero()):
+    for name, (inputs, outputs) in present.items():
+        if len(zero := (outputs * inputs == 0).nonzero()):
             raise ValueError(
-                f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, and QuacK's learning rates are "
-                "relative to their size before the first step: initialise or load them first"
+                f"{layer}: the weights {name!r} of head {int(zero[0])} are all zero, or the gain of the norm before "
+                "them, and QuacK's learning rates are relative to their size before the first step: initialise or load "
+                "them first"
             )

@@ -89,7 +89,7 @@ def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
     before = loss_of(model, batches)
     set_knee(model, math.inf)
     after = loss_of(model, batches)
-    change = f"from {before:.4f} to {after:.4f} ({after - before:+.4f} nats, {count_tokens(batches):,} tokens)"
+    change = f"from {before:.4f} to {after:.4f} ({after - before:+.4f} nats, {count_tokens(*batches):,} tokens)"
     if limit is not None and not after - before <= limit:
         raise ValueError(
             f"without its norms the model's loss goes {change}, more than max_loss_increase={limit:g}. Train on with "

@@ -7,7 +7,7 @@ import pytest
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.calibrate import HELD_OUT
 from hf_qknorm.measure.batches import divided
-from hf_qknorm.measure.bounds import logit_bound
+from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.predictions import evaluate
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
@@ -61,7 +61,7 @@ def test_reports_have_statistics_before_and_after_gains_and_bounds(scheme, knee)
         got = report.layers[name]
         assert got.after == after[name]
         assert got.before.max_logit == before[name].max_logit != got.after.max_logit
-        assert got.after.bound == logit_bound(layer) > max(got.after.max_logit)
+        assert got.after.bound == norm_limits(model)[name]["bound"] > max(got.after.max_logit)
         gains = tuple(float(x.weight.detach().abs().max()) for x in (layer.q_norm, layer.k_norm))
         assert (got.after.gain_q, got.after.gain_k) == gains
     assert (report.base.kl, report.base.agreement) == (0, 1)

@@ -12,7 +12,7 @@ from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, logit_statistic
 from hf_qknorm.calibration.knees import LIMIT, SHARPNESS
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.inspection.inspect import SWEPT
-from hf_qknorm.measure.bounds import logit_bound
+from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.predictions import predictions
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.tables import fingerprint, randomise, sharp_model
@@ -120,8 +120,8 @@ def test_a_patched_model_is_inspected_with_its_bounds():
     model = randomise(patch_model(sharp_model("llama"), Scheme(q="rms", k="rms")), knee=4)
     calibrate(model, [tokens(2, 20, seed) for seed in range(3)], knee=4)
     found = inspect_model(model, [tokens(2, 20)])
-    layers = patched_layers(model)
-    assert {name: layer.bound for name, layer in found.layers.items()} == {n: logit_bound(x) for n, x in layers.items()}
+    bounds = {name: limits["bound"] for name, limits in norm_limits(model).items()}
+    assert {name: layer.bound for name, layer in found.layers.items()} == bounds
     assert found.bound == max(layer.bound for layer in found.layers.values())
     assert all(max(layer.max_logit) <= layer.bound for layer in found.layers.values())
     header = next(line for line in found.table().splitlines() if line.startswith("layer "))

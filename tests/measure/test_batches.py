@@ -37,8 +37,8 @@ def test_what_each_token_predicts(config, inputs, expected):
 
 def test_padding_counts_as_no_token():
     batches = [{"input_ids": IDS, "attention_mask": LEFT}, {"input_ids": IDS[:, :5], "attention_mask": RIGHT[:, :5]}]
-    assert (count_tokens(batches), longest_sequence(batches)) == (8, 4)
-    assert count_tokens([{"pixel_values": torch.zeros(3, 1, 2, 2)}]) == 3
+    assert (count_tokens(*batches), longest_sequence(batches)) == (8, 4)
+    assert count_tokens({"pixel_values": torch.zeros(3, 1, 2, 2)}) == 3
 
 
 def test_too_few_tokens_and_tokens_outside_of_the_vocabulary_are_refused():

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model
 from hf_qknorm.families import known_families
-from hf_qknorm.measure.bounds import logit_bound, norm_limits, rotary_scale, worst_bound
+from hf_qknorm.measure.bounds import norm_limits, rotary_scale, worst_bound
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
@@ -37,6 +37,11 @@ def patched(scheme: Scheme, family: str = "llama", knee: float = 0.0, **settings
     return model
 
 
+def bounds(model: torch.nn.Module) -> list[float | None]:
+    """The bound of each layer."""
+    return [limits["bound"] for limits in norm_limits(model).values()]
+
+
 ALTERNATING = torch.tensor([1.0, -1.0]).repeat(8)
 FIRST = torch.eye(16)[0]
 
@@ -60,7 +65,8 @@ FALLING = torch.linspace(3.0, 1.0, 16)
 def test_some_vector_reaches_the_bound(norm, p, direction, gain, bias, knee):
     """A vector in the channel of the largest gain reaches it; for p > 2 a vector with all channels. None exceeds it."""
     scheme = Scheme(q=norm, k=norm, p=p, bias=bias is not None)
-    layer = next(iter(patched_layers(patched(scheme, knee=knee)).values()))
+    model = patched(scheme, knee=knee)
+    layer = next(iter(patched_layers(model).values()))
     assert layer.family.style.heads(layer)[2] == 16
     random = torch.randn(200, 1, 1, 16, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
@@ -70,7 +76,8 @@ def test_some_vector_reaches_the_bound(norm, p, direction, gain, bias, knee):
                 part.bias.copy_(bias)
         x = 1e4 * torch.cat([direction.view(1, 1, 1, -1), random])
         found = layer.logit_scale * (layer.q_norm(x) * layer.k_norm(x)).sum(-1)
-    assert 0.99 * logit_bound(layer) <= float(found[0]) == float(found.max()) <= logit_bound(layer) * (1 + 1e-5)
+    bound = bounds(model)[0]
+    assert 0.99 * bound <= float(found[0]) == float(found.max()) <= bound * (1 + 1e-5)
 
 
 def test_each_key_head_meets_its_group_of_query_heads():
@@ -100,9 +107,9 @@ def largest(model: torch.nn.Module, **inputs: Tensor) -> dict[str, float]:
 def test_logits_of_models_stay_below_the_bound(family):
     model = patched(Scheme(q="layer", k="lp", p=3.0, gain="per_head", bias=True), family, 2.0)
     seen = largest(model, input_ids=TOKENS)
-    for name, layer in patched_layers(model).items():
-        assert 0 < seen[name] < logit_bound(layer)
-    assert worst_bound(model) == max(map(logit_bound, patched_layers(model).values()))
+    for logit, bound in zip(seen.values(), bounds(model), strict=True):
+        assert 0 < logit < bound
+    assert worst_bound(model) == max(bounds(model))
 
 
 def longrope(head_dim: int) -> dict:
@@ -180,7 +187,7 @@ def test_the_bound_covers_scaled_rotary_embeddings(rope):
         for projection in (layer.q_proj, layer.k_proj):
             projection.weight.zero_()
             projection.bias = torch.nn.Parameter(torch.ones(projection.out_features))
-    assert largest(stretched, input_ids=TOKENS)["model.layers.0.self_attn"] == pytest.approx(logit_bound(layer))
+    assert largest(stretched, input_ids=TOKENS)["model.layers.0.self_attn"] == pytest.approx(bounds(stretched)[0])
 
 
 @pytest.mark.parametrize("family", ["llama4_text", "ministral3"])
@@ -206,7 +213,7 @@ def test_the_bound_covers_queries_scaled_by_position(family):
 @pytest.mark.parametrize("scheme", ["soft_cap", "q_norm", "none", Scheme(k="rms")])
 def test_without_both_norms_there_is_no_bound(scheme):
     model = patch_model(tiny_model("llama"), scheme)
-    assert [logit_bound(layer) for layer in patched_layers(model).values()] == [None, None]
+    assert bounds(model) == [None, None]
     assert worst_bound(model) is None
 
 

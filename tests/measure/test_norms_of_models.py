@@ -10,8 +10,7 @@ from torch import nn
 from hf_qknorm import FAMILIES, inspect_model, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.measure.bounds import norm_limits
-from hf_qknorm.measure.logit_statistics import logit_statistics
-from hf_qknorm.measure.watchable import watchable_layers
+from hf_qknorm.measure.logit_statistics import logit_statistics, watchable_layers
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import fingerprint, random_tokens, sharp_model

@@ -61,7 +61,7 @@ LLAMA, BERT = tiny_model("llama"), tiny_model("bert")
 
 
 def batches_of(data, max_tokens=100, model=LLAMA):
-    return as_batches(model, data, byte_tokenizer, batch=2, length=16, max_tokens=max_tokens)
+    return as_batches(model, data, byte_tokenizer(), batch=2, length=16, max_tokens=max_tokens)
 
 
 def shapes(batches) -> list[tuple[int, ...]]:
@@ -147,4 +147,4 @@ def test_a_tokenizer_that_fails_or_returns_no_tokens_is_named(fails):
 @pytest.mark.parametrize("wrong", [{"batch": 0}, {"max_tokens": -5}])
 def test_sizes_below_one_are_refused(wrong):
     with pytest.raises(ValueError, match="expected at least 1"):
-        as_batches(LLAMA, ["text"], byte_tokenizer, **{"batch": 2, "length": 16, "max_tokens": 100, **wrong})
+        as_batches(LLAMA, ["text"], byte_tokenizer(), **{"batch": 2, "length": 16, "max_tokens": 100, **wrong})

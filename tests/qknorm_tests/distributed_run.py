@@ -76,14 +76,11 @@ def ruled(model_type: str) -> PreTrainedModel:
     return patch_model(tiny_model(model_type, initializer_range=0.3, **RULED[model_type]), "none").double()
 
 
-def rules(model: Any) -> tuple[torch.optim.Optimizer, QKClip]:
-    """QKClip, and QuacK but for latent attention, which it refuses."""
-    steps = torch.optim.SGD(model.parameters(), 0.5, momentum=0.9)
-    latent = hasattr(model.config, "kv_lora_rank")
-    return steps if latent else QuacK(steps, model), QKClip(model, threshold=3.0)
+def rules(model: nn.Module) -> tuple[QuacK, QKClip]:
+    return QuacK(torch.optim.SGD(model.parameters(), 0.5, momentum=0.9), model), QKClip(model, threshold=3.0)
 
 
-def train(model: Any, by: tuple[torch.optim.Optimizer, QKClip], steps: range, rows: slice) -> int:
+def train(model: Any, by: tuple[QuacK, QKClip], steps: range, rows: slice) -> int:
     """Train; returns how many steps clipped."""
     (optimizer, clip), clipped = by, 0
     for step in steps:

@@ -17,6 +17,9 @@ LATENT: Rows = {
     "uq": ("q_b_proj", [slice(0, 16), slice(24, 40), slice(48, 64), slice(72, 88)]),
     "qr": ("q_b_proj", [slice(16, 24), slice(40, 48), slice(64, 72), slice(88, 96)]),
     "uk": ("kv_b_proj", [slice(0, 16), slice(28, 44), slice(56, 72), slice(84, 100)]),
+    "dq": ("q_a_proj", [slice(0, 20)]),
+    "dkv": ("kv_a_proj_with_mqa", [slice(0, 24)]),
+    "kr": ("kv_a_proj_with_mqa", [slice(24, 32)]),
 }
 ROWS: dict[str, Rows] = {
     "llama": SEPARATE,
@@ -38,12 +41,18 @@ ROWS: dict[str, Rows] = {
 }
 
 
-def input_norms(model: nn.Module, model_type: str) -> list[nn.Module]:
-    """The norm in the decoder layer before each of `attention_layers`."""
+# the norms of latents, in the attention layer
+LATENT_NORMS = {"uq": "q_a_layernorm", "qr": "q_a_layernorm", "uk": "kv_a_layernorm"}
+
+
+def input_norms(model: nn.Module, model_type: str) -> list[dict[str, Any]]:
+    """The norm before each part's projection, by part, of each of `attention_layers`."""
     found = []
     for layer in attention_layers(model, model_type):
         (owner,) = (module for module in model.modules() if any(child is layer for child in module.children()))
-        found.append(getattr(owner, "ln_1" if model_type == "gpt2" else "input_layernorm"))
+        before = getattr(owner, "ln_1" if model_type == "gpt2" else "input_layernorm")
+        latent = LATENT_NORMS.items() if "uq" in ROWS[model_type] else ()
+        found.append(dict.fromkeys(ROWS[model_type], before) | {part: getattr(layer, name) for part, name in latent})
     return found
 
 

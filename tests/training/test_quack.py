@@ -15,7 +15,7 @@ from qknorm_tests.tables import make_batch
 
 TAU, GROWTH = 0.5, 1000.0
 # what grows in the heads of the first group → the parts whose steps shrink there
-OTHER = {"k": "q", "q": "k"}
+OTHER = {"k": "q", "q": "k", "uk": "uq", "uq": "uk"}
 CASES = [
     *((model_type, "adamw", grown) for model_type, rows in ROWS.items() for grown in OTHER if grown in rows),
     *(("gpt2", kind, "k") for kind in OPTIMISERS if kind != "adamw"),

@@ -1,4 +1,4 @@
-"""QuacK's guarantee: the mean |change| of a logit in a step does not depend on the size of weights and biases."""
+"""QuacK's guarantee: the mean |change| of a logit in a step depends on no size of weights, biases, gains."""
 
 from __future__ import annotations
 
@@ -34,8 +34,14 @@ class Signs(torch.optim.Optimizer):
 
 def heads_of(model: Any, model_type: str, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys `[T, H, D]` of the first layer, without RoPE, for the residual stream `[T, C]`."""
-    layer, norm = attention_layers(model, model_type)[0], input_norms(model, model_type)[0]
-    q, k = (x[0] for x in FAMILIES[model_type].style.project(layer, norm(hidden)[None])[:2])
+    layer, norms = attention_layers(model, model_type)[0], input_norms(model, model_type)[0]
+    if "uq" in norms:
+        x = norms["dq"](hidden)
+        latent, turned = layer.kv_a_proj_with_mqa(x).split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+        q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x))).view(len(x), -1, layer.qk_head_dim)
+        k = layer.kv_b_proj(layer.kv_a_layernorm(latent)).view(*q.shape[:2], -1)[..., : layer.qk_nope_head_dim]
+        return q, torch.cat((k, turned[:, None].expand(-1, q.shape[1], -1)), -1)
+    q, k = (x[0] for x in FAMILIES[model_type].style.project(layer, norms["q"](hidden)[None])[:2])
     return q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)
 
 
@@ -72,29 +78,47 @@ def tried(model_type: str) -> PreTrainedModel:
     return model.double()
 
 
-SETTINGS: dict[str, Any] = {"gpt2": {"n_head": 4}}
+@torch.no_grad()
+def grow(model: Any, model_type: str, parts: tuple[str, ...], grown: Any, factor: float) -> None:
+    """Make the weights (0) or biases (1) of parts, or a parameter of the norms before them, `factor` times larger."""
+    if isinstance(grown, int):
+        for p, rows in moved(model, model_type, parts, grown):
+            p[rows] *= factor
+        return
+    norms = input_norms(model, model_type)[0]
+    one = float(FAMILIES[model_type].gain_plus_one and grown == "weight")
+    for norm in {norms[part] for part in parts}:
+        p = getattr(norm, grown)
+        p.copy_((p + one) * factor - one)
+
+
+SETTINGS: dict[str, Any] = {"deepseek_v3": {"first_k_dense_replace": 1}, "gpt2": {"n_head": 4}}
 BIASED = ("gpt2", "gpt_neox", "qwen2")
-# The model type, the side that moves, weights (0) or biases (1) of it, and the kind that grows on the other side.
+SIDES = {"deepseek_v3": {"q": ("uq", "qr"), "k": ("uk", "kr")}}
+# The model type, the side that moves, weights (0) or biases (1) of it, and what grows on the other side: weights,
+# biases, or the gain or bias of the norm before them.
 CASES = [
     (model_type, side, kind, grown)
-    for model_type in ("gemma", *BIASED)
-    for side, kind, grown in (("q", 0, 0), ("k", 0, 0), ("q", 0, 1), ("k", 0, 1), ("q", 1, 0), ("q", 1, 1))
-    if kind == grown == 0 or model_type in BIASED
+    for model_type in ("deepseek_v3", "gemma", *BIASED)
+    for side in ("q", "k")
+    for kind in (0, 1)
+    for grown in (0, 1, "weight", "bias")
+    if (kind != 1 or (model_type in BIASED and side == "q")) and (grown != 1 or model_type in BIASED)
+    if grown != "bias" or model_type in ("gpt2", "gpt_neox")
 ]
 
 
 def spread(
-    model_type: str, own: tuple[str, ...], kind: int, other: tuple[str, ...], grown: int, *, plain: bool = False
+    model_type: str, own: tuple[str, ...], kind: int, other: tuple[str, ...], grown: Any, *, plain: bool = False
 ) -> float:
-    """The ratio of the changes by a step of the parts `own`, with the parts `other` at their size and 100 times it."""
+    """The ratio of the changes by a step of the parts `own`, before and after `other` parts or their norms grow."""
     found = []
     for factor in GROWN:
         model = tried(model_type)
         steps = Signs(model, [])
         optimizer = steps if plain else QuacK(steps, model)
         optimizer.step()  # sees the initial sizes
-        for p, rows in moved(model, model_type, other, grown):
-            p[rows] *= factor
+        grow(model, model_type, other, grown, factor)
         steps.where = moved(model, model_type, own, kind)
         found.append(change(model, model_type, optimizer))
     return max(found) / min(found)
@@ -102,9 +126,16 @@ def spread(
 
 @pytest.mark.parametrize(("model_type", "side", "kind", "grown"), CASES)
 def test_a_step_changes_logits_alike_whatever_grows(model_type, side, kind, grown):
-    own, other = (side,), ("k" if side == "q" else "q",)
+    sides = SIDES.get(model_type, {"q": ("q",), "k": ("k",)})
+    own, other = sides[side], sides["k" if side == "q" else "q"]
     assert spread(model_type, own, kind, other, grown) < 1.5
     assert spread(model_type, own, kind, other, grown, plain=True) > 5
+
+
+@pytest.mark.parametrize("part", ["dq", "dkv"])
+@pytest.mark.parametrize("grown", [("uq", "qr", "uk", "kr"), ("dq", "dkv")])
+def test_a_step_of_the_weights_down_to_a_latent_changes_logits_alike(grown, part):
+    assert spread("deepseek_v3", (part,), 0, grown, 0) < 1.5
 
 
 @pytest.mark.parametrize(("model_type", "scheme"), [("qwen3", None), ("llama", "q_norm"), ("llama", "soft_cap")])
