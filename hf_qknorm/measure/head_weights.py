@@ -149,16 +149,10 @@ def _parts(name: str, layer: Any, family: Family) -> dict[str, HeadWeights]:
         q, k = (_projection(name, layer, part) for part in style.weights[:2])
         heads_kv = _size(k) // dim
         heads = heads_kv * getattr(layer, "num_key_value_groups", 1)
-        return {
-            "q": HeadWeights(q, heads, dim, _size(q) // heads),
-            "k": HeadWeights(k, heads_kv, dim, dim),
-        }
+        return {"q": HeadWeights(q, heads, dim, _size(q) // heads), "k": HeadWeights(k, heads_kv, dim, dim)}
     fused = _projection(name, layer, style.weights[0])
     stride, keys = (3 * dim, dim) if style.interleaved(layer) else (dim, heads * dim)
-    return {
-        "q": HeadWeights(fused, heads, dim, stride),
-        "k": HeadWeights(fused, heads_kv, dim, stride, keys),
-    }
+    return {"q": HeadWeights(fused, heads, dim, stride), "k": HeadWeights(fused, heads_kv, dim, stride, keys)}
 
 
 def _latent_parts(name: str, layer: Any) -> dict[str, HeadWeights]:
