@@ -271,8 +271,7 @@ def _log(model: PreTrainedModel, scheme: Scheme) -> None:
         note = f"; its own cap of {own_cap:g} " + ("stays" if scheme.softcap is None else f"becomes {scheme.softcap:g}")
     pretrained = bool(model.name_or_path and norms)
     if pretrained:
-        note += "; its gains are fresh"
-        note += ": it predicts worse than before. calibrate(model, texts) restores it"
+        note += "; its gains are fresh: it predicts worse than before. calibrate(model, texts) restores it"
     level = logging.WARNING if pretrained else logging.INFO
     text = "patched %d attention layers (%s), %s, attention by %s%s"
     logger.log(level, text, len(layers), scheme, parameters, model.config._attn_implementation, note)

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PlainVa
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.hub_names import check_repo_id
+from hf_qknorm.files.paths import user_path
 from hf_qknorm.files.untrusted import read_bytes
 from hf_qknorm.ops.norms import shown_knee
 from hf_qknorm.reports import records, tables
@@ -143,7 +144,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a report from a file. Raises ValueError, naming the file, if it is too large or not a report."""
-        return cls.from_json(read_bytes(Path(path)), str(path))
+        return cls.from_json(read_bytes(user_path(path, "path")), str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON; a failed run leaves the old file."""

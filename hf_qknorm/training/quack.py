@@ -80,6 +80,8 @@ class QuacK(Optimizer):
     load_state_dict = _delegated("load_state_dict")
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"QuacK wraps an optimiser of PyTorch, got {type(optimizer).__name__}")
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         found = attention_layers(model)
         if latent := next((name for name, _, family in found if family.latent), None):
@@ -109,6 +111,8 @@ class QuacK(Optimizer):
         its own copies of the weights; and when it makes its optimiser, as `QuacK` does.
         """
         check_positive(tau, "tau")
+        if not hasattr(trainer, "create_optimizer"):
+            raise TypeError(f"QuacK.attach takes a Trainer, got {type(trainer).__name__}")
         if trainer.is_deepspeed_enabled:
             raise ValueError("QuacK does not support DeepSpeed, which steps its own copies of the weights: use FSDP2")
         if trainer.optimizer is not None or isinstance(trainer.create_optimizer, partial):
@@ -145,7 +149,9 @@ class QuacK(Optimizer):
         first = self.param_groups[0].setdefault(RATES, {})  # as lists, which neither casts nor devices change
         for layer, parts in self.layers.items():
             present = sizes(parts)
-            now = learning_rates(present)
+            q, k = present["q"], present["k"]
+            group = len(q) // len(k)
+            now = {"q": 1 / k.repeat_interleave(group), "k": 1 / q.view(-1, group).amax(1)}  # up to a constant
             if layer not in first:
                 _check_sizes(layer, present)
                 first[layer] = {name: rates.tolist() for name, rates in now.items()}
@@ -161,13 +167,6 @@ class QuacK(Optimizer):
                 "it model.parameters(), and shard the model, if at all, by FSDP2 (fully_shard)"
             )
         return own
-
-
-def learning_rates(present: ByPart) -> ByPart:
-    """The rates of a layer's queries and keys up to a constant, `[heads]`, from their present sizes, `[heads]`."""
-    q, k = present["q"], present["k"]
-    group = len(q) // len(k)
-    return {"q": 1 / k.repeat_interleave(group), "k": 1 / q.view(-1, group).amax(1)}
 
 
 def _check_sizes(layer: str, present: ByPart) -> None:

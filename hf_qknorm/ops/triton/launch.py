@@ -12,13 +12,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from hf_qknorm.ops.triton.architectures import (
-    ARCHITECTURES,
-    CAP_WITHOUT_MAXIMUM,
-    Architecture,
-    Tile,
-    Tiles,
-)
+from hf_qknorm.ops.triton.architectures import ARCHITECTURES, CAP_WITHOUT_MAXIMUM, Architecture, Tile, Tiles
 from hf_qknorm.ops.triton.arguments import Constants, HeadArguments
 
 LOG2E = math.log2(math.e)
