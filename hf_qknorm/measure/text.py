@@ -27,7 +27,6 @@ INPUTS = {"input_ids": 2, "pixel_values": 4}  # of the models that calibrate tak
 EXPECTED = "expected texts (one, or a list), a path, or batches: a list of tensors [B, T], or of mappings of tensors"
 CHARACTERS = 16  # read per token that is asked for: more than tokens have
 WORDS = 16  # a string of one line with fewer is a path: text must have that many tokens to predict
-
 LENGTH, LEARNED_LENGTH = 256, 1024  # tokens in a sequence by default, and at most where positions are learned
 
 T = TypeVar("T")

@@ -37,8 +37,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
         >>> qk.set_knee(model, 2.0)
 
     Raises ValueError, with the model unchanged, for a model that is not patched or has no norms, norms that hold no
-    mean length (plain ones, and those calibrated for an export), offloaded norms, norms outside of the model's
-    adapters, and an invalid knee.
+    mean length (plain ones, and those calibrated for an export), are offloaded or in no adapter, and an invalid knee.
     """
     require_patched(model)
     if not knee >= 0:

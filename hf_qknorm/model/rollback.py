@@ -33,7 +33,7 @@ def undone_on_error(*models: nn.Module) -> Iterator[Callable[[Tensor], None]]:
             owner.__class__ = cls
             vars(owner).clear()
             vars(owner).update(attributes)
-        with torch.no_grad():
-            for tensor, before in reversed(values):  # a tensor that was kept twice gets its first values
+        for tensor, before in reversed(values):  # a tensor that was kept twice gets its first values
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(before)
         raise
