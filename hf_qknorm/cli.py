@@ -8,7 +8,6 @@ import signal
 import sys
 from collections.abc import Sequence
 from functools import partial
-from textwrap import shorten
 from typing import Annotated, Any
 
 import typer
@@ -263,7 +262,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _fail(message: str, status: int) -> int:
     """Print the message in one line, of a long one the beginning; return the status."""
-    echo(f"hf-qknorm: {shorten(message, 4_000, placeholder=' …')}", err=True)  # the list of model types has 2300
+    message = " ".join(message.split())  # the list of model types has 2300 characters
+    echo(f"hf-qknorm: {message if len(message) <= 4_000 else f'{message[:4_000]} …'}", err=True)
     return status
 
 

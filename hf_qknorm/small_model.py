@@ -41,12 +41,7 @@ def small_llama(layers: int = 4) -> PreTrainedModel:
 
 
 def train(
-    model: Any,
-    batches: list[Tensor],
-    rate: float,
-    *,
-    warmup: int,
-    each_step: Callable[[int], None] = lambda step: None,
+    model: Any, batches: list[Tensor], rate: float, *, warmup: int, each_step: Callable[[int], None] = lambda step: None
 ) -> None:
     """Make one AdamW step per batch, at a rate that rises over `warmup` steps and falls along a cosine to a tenth.
 

@@ -57,6 +57,7 @@ COMMON = [  # what every command that takes a checkpoint refuses as one
 CALIBRATING = ("max-loss-increase", "knee", "length")
 ERRORS = [
     (["demo", "--data", "./nowhere.txt"], NOWHERE),
+    (["export", "x" * 9000, "out"], "src is 'xxx"),
     (["demo", "--data", ""], "the text's source is empty, which would mean the working directory"),
     (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8"),
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (looked for files ending in .txt"),

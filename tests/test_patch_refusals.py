@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import peft
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+import hf_qknorm
 from hf_qknorm import patch_model
 from hf_qknorm.model.derived import QKNormModel
 from qknorm_tests.adapters import needs_add_adapter
@@ -154,3 +156,12 @@ def test_scheme_and_backend_that_do_not_exist():
 def test_a_switch_that_the_type_does_not_read_is_no_reason():
     model = sharp_model("llama", add_cross_attention=True)
     assert patch_model(model, "qk_norm_cap").config.add_cross_attention
+
+
+@pytest.mark.parametrize(
+    "name", ["calibrate", "inspect_model", "logit_statistics", "peft_modules_to_save", "set_knee", "unpatch_model"]
+)
+def test_what_is_no_model_is_named(name):
+    arguments = {"calibrate": (["text"],), "inspect_model": (["text"],), "set_knee": (1.0,)}.get(name, ())
+    with ExitStack() as stack, pytest.raises(TypeError, match="got a str, expected a model"):
+        stack.enter_context(getattr(hf_qknorm, name)("a folder", *arguments))

@@ -18,7 +18,7 @@ from hf_qknorm.measure.distributed import require_whole
 from hf_qknorm.measure.logit_statistics import CAP
 from hf_qknorm.measure.predictions import evaluate, output_error, predictions, require_causal
 from hf_qknorm.measure.text import INPUTS, batches_for, context_length
-from hf_qknorm.model.adapters import is_adapter_layer, unwrap_peft
+from hf_qknorm.model.adapters import check_held, is_adapter_layer, unwrap_peft
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.fold import is_exact
@@ -93,9 +93,9 @@ def calibrate(
     Raises ValueError for data with fewer than 16 tokens to predict, or without the labels of masked tokens; a model
     that is not patched, or is wrapped or sharded for several processes, or trained by DeepSpeed; a knee that is
     not possible; a loss that rises by more than `max_loss_increase`; a limit on the loss without a language-
-    modelling head; folded norms (`pre_norm=False`) that a checkpoint did not keep; offloaded gains; biases behind
-    folded norms in projections under adapters; and with `exportable` a model that no native one equals. Raises
-    FileNotFoundError for a path that is not there.
+    modelling head; norms outside of the model's adapters; folded norms (`pre_norm=False`) that a checkpoint did not
+    keep; offloaded gains; biases behind folded norms in projections under adapters; and with `exportable` a model that
+    no native one equals. Raises FileNotFoundError for a path that is not there.
 
     >>> model = qk.patch_model(model, "qk_norm")
     >>> report = qk.calibrate(model, texts)
@@ -105,6 +105,7 @@ def calibrate(
     True
     """
     require_whole(model)
+    check_held(model)
     bare = unwrap_peft(model)
     knee = resolve_knee(_scheme_of(bare), knee, max_loss_increase, exportable)
     sharpness = resolve_sharpness(sharpness, knee, exportable)
@@ -132,8 +133,8 @@ def calibrate(
         report = _report(bare, batches, judged, ones=fresh, knees=tried, knee=final)
         _check_rise(report.base, report.chosen, max_loss_increase)
         set_record(bare, report.to_dict())
-    if bare.config.scheme.norms:
-        mark_in_memory(bare)
+        if bare.config.scheme.norms:
+            mark_in_memory(bare)
     return report
 
 

@@ -45,6 +45,4 @@ INKLING = Style(
     query_scale=query_scale_inkling,
 )
 # One module norms queries and keys together, so that no bound is computed from it.
-ZAYA = Style(
-    weights=("qkv_proj.q_proj", "qkv_proj.k_proj", "qkv_proj.v_proj_current", "qkv_proj.v_proj_delayed"),
-)
+ZAYA = Style(weights=("qkv_proj.q_proj", "qkv_proj.k_proj", "qkv_proj.v_proj_current", "qkv_proj.v_proj_delayed"))

@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -15,12 +15,17 @@ from tqdm import tqdm
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.names import CONFIG, other_files
 
+LONGEST: Final = 4096  # characters of a path
+
 
 def user_path(name: str | os.PathLike[str], argument: str) -> Path:
     """Return the path of a user's argument, with `~` and `..` resolved. Raises ValueError for an empty one."""
-    if not os.fspath(name):
+    text = os.fspath(name) if isinstance(name, os.PathLike) else name
+    if text == "":
         raise ValueError(f"{argument} is empty, which would mean the working directory: give a folder or a file")
-    path = Path(os.path.expanduser(name))
+    if not isinstance(text, str) or "\0" in text or len(text) > LONGEST:
+        raise ValueError(f"{argument} is {shorten(text)}: expected the path of a folder or a file")
+    path = Path(os.path.expanduser(text))
     return Path(os.path.realpath(path)) if ".." in path.parts else path
 
 

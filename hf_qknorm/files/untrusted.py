@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,13 @@ def check_positive(value: Any, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"{where} is {shorten(value)}, expected a finite number > 0")
     return float(value)
+
+
+def check_count(value: Any, where: str) -> int:
+    """Return a whole number of at least 1. Raises ValueError, naming `where`, for anything else."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise ValueError(f"{where}={shorten(value)}: expected at least 1, and a whole number")
+    return int(value)
 
 
 def check_finite(data: Any, where: str) -> None:

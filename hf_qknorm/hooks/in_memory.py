@@ -8,26 +8,18 @@ from typing import Any
 from hf_qknorm.model.in_memory import InMemoryName
 
 
-def refuse_model(load: Callable[..., Any], cls: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Let a model's `from_pretrained` refuse the name."""
-    name = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+def refuse_name(load: Callable[..., Any], owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Let a model's `from_pretrained`, or the constructor of vLLM's `LLM`, refuse the name."""
+    name = args[0] if args else kwargs.get("pretrained_model_name_or_path", kwargs.get("model"))
     if isinstance(name, InMemoryName):
-        raise name.refusal(f"{cls.__name__}.from_pretrained")
-    return load(cls, *args, **kwargs)
+        raise name.refusal(f"{owner.__name__}.from_pretrained" if isinstance(owner, type) else "vLLM")
+    return load(owner, *args, **kwargs)
 
 
 def store_no_base(to_dict: Callable[..., Any], config: Any, /) -> Any:
     """Make PEFT store a base-model name that no tool can load."""
     name = getattr(config, "base_model_name_or_path", None)  # not every config has a base model
     return to_dict(config) | ({"base_model_name_or_path": name.unsaved()} if isinstance(name, InMemoryName) else {})
-
-
-def refuse_name(init: Callable[..., Any], llm: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Let the constructor of vLLM's `LLM` refuse the name."""
-    name = args[0] if args else kwargs.get("model")
-    if isinstance(name, InMemoryName):
-        raise name.refusal("vLLM")
-    init(llm, *args, **kwargs)
 
 
 def write_as_string(yaml: Any) -> None:

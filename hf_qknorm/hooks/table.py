@@ -89,7 +89,7 @@ HOOKS: Final = (
          unpatched_classes.check_config, "transformers>=5.17",
          reason="config classes of transformers refuse the settings of a patched checkpoint"),
     Hook("transformers.modeling_utils", "PreTrainedModel.from_pretrained",
-         in_memory.refuse_model, "transformers>=5.17",
+         in_memory.refuse_name, "transformers>=5.17",
          reason="TRL does not take the model before a change in memory as the reference model"),
     Hook("peft.utils.constants", "TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING",
          adapters.add_targets, "peft>=0.18", wraps=False,

@@ -25,7 +25,7 @@ def check_weights(
 ) -> Any:
     """Load weights by transformers' `load`, and refuse a patched checkpoint's for an unpatched model."""
     from hf_qknorm.model.derived import QKNormModel  # here, as the other imports of a model's code
-    from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
+    from hf_qknorm.model.load_checks import check_loaded, check_none_left, check_shapes, check_stored
 
     if isinstance(model, QKNormModel):
         return load(model, state_dict, checkpoint_files, *args, **kwargs)
@@ -37,6 +37,7 @@ def check_weights(
     info, offloaded = load(model, state_dict, checkpoint_files, *args, **kwargs)
     check_shapes(model, info.mismatched_keys)
     check_loaded(model, info.missing_keys, info.unexpected_keys)
+    check_none_left(model, info.unexpected_keys)
     return info, offloaded
 
 

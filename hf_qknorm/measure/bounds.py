@@ -108,19 +108,17 @@ def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> list[tuple[No
     heads, heads_kv, head_dim = layer.family.style.heads(layer)
     if not layer.has_own_norms:
         norms, sizes = head_norms(layer), layer.family.style.norm_sizes(layer)
-        found = {name: _range(norms[name], width) if name in norms else None for name, (_, width) in sizes.items()}
+        found: dict[str, NormRange | None] = dict.fromkeys(sizes)
+        for name, norm in norms.items():
+            with loaded(norm):
+                gain = 1.0 if norm.weight is None else float(full_tensor(norm.weight.detach()).abs().max())
+                found[name] = NormRange(gain, _lengths(norm, sizes[name][1]))
         parts = [("q_norm", "k_norm"), ("q_rope_norm", "k_rope_norm")]
         return [(found[q], found[k]) for q, k in parts if q in found]
     names, together = layer.family.style.own_norms, layer.family.style.norms_together
     sides = zip((layer, key_layer), names, (heads, heads_kv), strict=True)
     q, k = (_own_range(x._modules.get(name), count, head_dim, together) for x, name, count in sides)
     return [(q, k)]
-
-
-def _range(norm: HeadNorm, head_dim: int) -> NormRange:
-    with loaded(norm):
-        gain = 1.0 if norm.weight is None else float(full_tensor(norm.weight.detach()).abs().max())
-        return NormRange(gain, _lengths(norm, head_dim))
 
 
 def _own_range(norm: Any, heads: int, head_dim: int, together: bool) -> NormRange | None:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.weights import check_not_copied
 
 
@@ -18,6 +19,7 @@ def require_whole(model: nn.Module) -> None:
     """Raise ValueError for a model that is wrapped for several processes, or of which this one has a part."""
     from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
 
+    patched_layers(model)  # raises for what is no model
     kinds = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
     found = next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), None)
     check_not_copied(model, "a measurement or calibration")

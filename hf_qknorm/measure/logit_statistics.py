@@ -130,8 +130,8 @@ def watchable_layers(model: Any) -> Iterator[dict[str, QKNormAttention]]:
                 family = family_of(module.config)
                 if own_layers(module, family):
                     require_own_forward(module, family)
-                    install(module, family, SCHEMES["none"])
                     stack.callback(uninstall, module)
+                    install(module, family, SCHEMES["none"])
         layers = patched_layers(model)
         if not layers:
             raise ValueError(

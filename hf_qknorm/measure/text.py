@@ -18,8 +18,8 @@ from transformers.utils import TransformersKwargs
 
 from hf_qknorm.checkpoint import load_tokenizer
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.files.paths import user_path
-from hf_qknorm.files.untrusted import read_start
+from hf_qknorm.files.paths import LONGEST, user_path
+from hf_qknorm.files.untrusted import check_count, read_start
 from hf_qknorm.measure.batches import count_tokens
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")
@@ -41,9 +41,9 @@ def load_text(source: str | Path | None = None, limit: int = 4_000_000) -> str:
     """
     if source is None:
         paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    elif (path := user_path(source, "the text's source")).is_dir():
+    elif os.path.isdir(path := user_path(source, "the text's source")):
         paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
-    elif path.is_file():
+    elif os.path.isfile(path):
         paths = [path]
     else:
         raise FileNotFoundError(f"no such file or folder: {str(source)[:200]}")
@@ -55,7 +55,7 @@ def load_text(source: str | Path | None = None, limit: int = 4_000_000) -> str:
 
 def names_a_path(data: Any) -> bool:
     """Whether data is a path in place of text: a string that exists, or is too short to measure anything on."""
-    if not isinstance(data, str):
+    if not isinstance(data, str) or len(data) > LONGEST:
         return isinstance(data, Path)
     return os.path.exists(os.path.expanduser(data)) or ("\n" not in data and len(data.split()) < WORDS)
 
@@ -121,7 +121,7 @@ def sequence_length(config: Any, length: int | None = None) -> int:
     if length < 2 or (context and length > context):
         limit = f"2 to {context}, the model's learned positions" if context else "2 or more"
         raise ValueError(f"length={length}: expected {limit}")
-    return length
+    return check_count(length, "length")
 
 
 def batches_for(
@@ -146,9 +146,8 @@ def as_batches(
     `tokenizer` is one, or where to load it from if there is text. Items that are not needed are not read. Raises
     ValueError for empty data and for anything else.
     """
-    for name, value in (("batch_size", batch), ("max_tokens", max_tokens)):
-        if value < 1:
-            raise ValueError(f"{name}={value}: expected at least 1")
+    check_count(batch, "batch_size")
+    check_count(max_tokens, "max_tokens")
     if data is None or names_a_path(data):
         data = load_text(data, limit=CHARACTERS * max_tokens)
     if isinstance(data, Mapping | Tensor) or not isinstance(data, Iterable):
@@ -182,6 +181,9 @@ def _inputs(item: Any, names: set[str]) -> dict[str, Tensor]:
             f'got a mapping of {shown}: {EXPECTED}. Of a data set of texts give the column, data["text"]; rows of '
             "tokens make batches in a DataLoader(data, batch_size=8, collate_fn=...)"
         )
+    rows, ids = found.get("attention_mask"), found.get("input_ids")
+    if rows is not None and ids is not None and rows.dim() == 2 and rows.shape != ids.shape:
+        raise ValueError(f"a batch has input_ids {list(ids.shape)} and attention_mask {list(rows.shape)}: {EXPECTED}")
     return found
 
 

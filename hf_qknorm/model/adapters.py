@@ -7,15 +7,16 @@ from typing import Any
 
 from torch import nn
 
-from hf_qknorm.model.attention import head_norms, require_patched
+from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers, require_patched
 from hf_qknorm.model.norms import HeadNorm
 
 
 def peft_modules_to_save(model: nn.Module) -> list[str]:
-    """Return the names of norms with gains, for `modules_to_save` of a PEFT config.
+    """Return the names of the norms, for `modules_to_save` of a PEFT config.
 
-    PEFT then trains them and saves them with the adapter. The list is empty for a scheme without parameters. Patch (and
-    calibrate) the model before PEFT wraps it: the norms see the projections' output with the adapters' part.
+    PEFT then trains their gains, and saves them and their knees with the adapter. The list is empty for a scheme
+    without norms. Patch (and calibrate) the model before PEFT wraps it: the norms see the projections' output with the
+    adapters' part.
 
     Raises ValueError for a model that is not patched.
 
@@ -26,17 +27,25 @@ def peft_modules_to_save(model: nn.Module) -> list[str]:
     >>> model = get_peft_model(model, LoraConfig(modules_to_save=qk.peft_modules_to_save(model)))
     """
     layers = require_patched(model)
-    trained = {
-        f"{path}.{name}": name
-        for path, layer in layers.items()
-        for name, module in head_norms(layer).items()
-        if any(True for _ in module.parameters())
-    }
+    trained = {f"{path}.{name}": name for path, layer in layers.items() for name in head_norms(layer)}
     names = sorted(set(trained.values()))
     others = [path for path, module in model.named_modules() if not isinstance(module, HeadNorm)]
     if any(path.endswith(name) for path in others for name in names):  # PEFT matches by suffix
         return list(trained)
     return names
+
+
+def check_held(model: nn.Module) -> None:
+    """Raise ValueError for a norm that no adapter of the model holds: their files would lack its knee and gains."""
+    adapted = unwrap_peft(model) is not model or any(map(is_adapter_layer, model.modules()))
+    for path, layer in patched_layers(model).items() if adapted else ():
+        for name, copies in norm_copies(layer).items():
+            if len(copies) == 1:
+                raise ValueError(
+                    f"{path}.{name} is in no adapter, whose file would lack its new knee and gains: set these before "
+                    "adapters are added or after they are merged, or add them with "
+                    "modules_to_save=peft_modules_to_save(model)"
+                )
 
 
 def unwrap_peft(model: nn.Module) -> Any:

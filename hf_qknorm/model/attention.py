@@ -94,7 +94,9 @@ def modelling_file(model_type: str) -> ModuleType | None:
 
 
 def patched_layers(model: nn.Module) -> dict[str, QKNormAttention]:
-    """The patched attention modules in `model`, by name."""
+    """The patched attention modules in `model`, by name. Raises TypeError for what is no model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"got a {type(model).__name__}, expected a model")
     return {name: m for name, m in model.named_modules() if isinstance(m, QKNormAttention)}
 
 

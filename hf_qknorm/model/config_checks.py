@@ -50,12 +50,11 @@ def _checks(config: Any) -> Iterator[tuple[str, Any, bool, str]]:
         value = getattr(config, name, None)
         absent = value is None or (name == "sliding_window" and value == 0 and not _may_slide(config))
         yield name, value, absent or test(value), expected
-    for name, rope in _ropes(config):
-        value = rope.get("partial_rotary_factor")
-        yield f"{name}.partial_rotary_factor", value, value is None or _is_share(value), SHARE
-    for name in ("partial_rotary_factor", "rotary_pct"):
-        value = _setting(config, name)
-        yield name, value, value is None or _is_share(value), SHARE
+    shares = {f"{name}.partial_rotary_factor": rope.get("partial_rotary_factor") for name, rope in _ropes(config)}
+    shares |= {name: _setting(config, name) for name in ("partial_rotary_factor", "rotary_pct")}
+    for name, value in shares.items():
+        is_share = value is None or (isinstance(value, int | float) and 0 <= value <= 1)
+        yield name, value, is_share, SHARE
 
 
 # The errors beside ValueError that transformers raises for settings that it does not check.
@@ -102,10 +101,6 @@ def config_file(config: Any) -> str:
     """
     name = getattr(config, "_name_or_path", None)
     return str(Path(name) / "config.json") if name not in (None, "", "None") else "config.json"
-
-
-def _is_share(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 <= value <= 1
 
 
 def _setting(config: Any, name: str) -> Any:

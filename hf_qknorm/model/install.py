@@ -77,6 +77,7 @@ def add_norms(module: Any, scheme: Scheme) -> None:
             gain = field == "q" or scheme.q is None
             initial_gain = initial_scalar_gain(scheme, norm, style.length(module), width, module.logit_scale)
         new = HeadNorm(norm, scheme, heads, width, gain=gain, initial_gain=initial_gain, device=device, dtype=dtype)
+        new.own_eps = getattr(module.config, "rms_norm_eps", None)
         setattr(module, name, new)
 
 

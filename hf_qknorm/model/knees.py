@@ -16,6 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
+from hf_qknorm.model.adapters import check_held
 from hf_qknorm.model.attention import every_norm, head_norms, patched_layers, require_patched
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.rollback import undone_on_error
@@ -36,13 +37,12 @@ def set_knee(model: nn.Module, knee: float) -> None:
         >>> qk.set_knee(model, 2.0)
 
     Raises ValueError, with the model unchanged, for a model that is not patched or has no norms, norms that hold no
-    mean length (plain ones, and those calibrated for an export), offloaded norms, and an invalid knee.
+    mean length (plain ones, and those calibrated for an export), are offloaded or in no adapter, and an invalid knee.
     """
     require_patched(model)
     if not knee >= 0:
         raise ValueError(f"knee={knee}: expected a number ≥ 0")
-    norms = every_norm(model)
-    check_norms(norms)
+    norms = check_norms(model)
     shapes = [(norm, norm.rounded(knee, norm.mean_power(), norm.shape.sharpness)) for norm in norms]
     with undone_on_error() as keep:
         for norm, shape in shapes:
@@ -51,14 +51,16 @@ def set_knee(model: nn.Module, knee: float) -> None:
                 norm.set_shape(shape)
 
 
-def check_norms(norms: list[HeadNorm]) -> None:
-    """Raise ValueError unless these are norms whose knee can move."""
-    if not norms:
+def check_norms(model: nn.Module) -> list[HeadNorm]:
+    """Return the norms of a patched model. Raises ValueError unless their knee can move, and is saved with adapters."""
+    if not (norms := every_norm(model)):
         raise ValueError("the model's scheme has no norms, and so no knee")
     if any(norm.knee.is_meta for norm in norms):
         raise ValueError("the norms are offloaded: load the model without offload_buffers=True to change its knee")
     for norm in norms:
         norm.mean_power()
+    check_held(model)
+    return norms
 
 
 def knee_of(model: nn.Module) -> float:

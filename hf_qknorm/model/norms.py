@@ -31,6 +31,7 @@ class HeadNorm(nn.Module):
     weight: nn.Parameter | None
     bias: nn.Parameter | None
     knee: Tensor
+    own_eps: float | None = None  # the model's, which a calibration for an export takes
 
     def __init__(
         self,
@@ -119,6 +120,8 @@ class HeadNorm(nn.Module):
                 own[f"{prefix}knee"] = knee = knee.to_local().to(knee.device_mesh.device_type)
             if problem := shape_problem(knee):
                 args[-1].append(f"{prefix}knee {problem}")
+            elif self.own_eps not in (None, self.eps) and not knee.is_meta and knee[0] and not knee[1]:
+                args[-1].append(f"{prefix}knee is for an export, with the model's eps: patch with eps={self.own_eps:g}")
         elif stored:
             args[-1].append(f"{prefix}{stored[0]} is in the state dict and {prefix}knee is not: it was {OLD}")
         super()._load_from_state_dict(own, prefix, *args)

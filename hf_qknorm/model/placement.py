@@ -44,7 +44,7 @@ def memory_limits(max_memory: int | str | Mapping[Any, Any]) -> dict[Any, int]:
         sizes = {device: int(convert_file_size_to_int(size)) for device, size in texts.items()}
         if not 0 < sizes["cpu"] < MOST:
             raise ValueError
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(
             f'max_memory={shorten(max_memory)} is no size of memory: expected bytes, or a text such as "8GB"'
         ) from None

@@ -18,7 +18,13 @@ def undone_on_error(*models: nn.Module) -> Iterator[Callable[[Tensor], None]]:
     Restored are classes and attributes of all modules, their parts, and their configs. The values of a tensor are
     restored if it was passed to the function that the context yields, before it was written to.
     """
-    states = [_state(owner) for owner in _owners(models)]
+    modules = [module for model in models for module in model.modules()]
+    configs = (vars(module).get("config") for module in modules)
+    owners: list[Any] = [*modules, *{id(x): x for x in configs if isinstance(x, PretrainedConfig)}.values()]
+    states = []
+    for owner in owners:  # with copies of the tables of parts, parameters and buffers
+        table = {name: x.copy() if type(x) in (dict, set) else x for name, x in vars(owner).items()}
+        states.append((owner, type(owner), table))
     values: list[tuple[Tensor, Tensor]] = []
     try:
         yield lambda tensor: values.append((tensor, tensor.detach().clone()))
@@ -27,20 +33,7 @@ def undone_on_error(*models: nn.Module) -> Iterator[Callable[[Tensor], None]]:
             owner.__class__ = cls
             vars(owner).clear()
             vars(owner).update(attributes)
-        with torch.no_grad():
-            for tensor, before in reversed(values):  # a tensor that was kept twice gets its first values
+        for tensor, before in reversed(values):  # a tensor that was kept twice gets its first values
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
                 tensor.copy_(before)
         raise
-
-
-def _owners(models: tuple[nn.Module, ...]) -> list[Any]:
-    """The modules of the models, and their configs."""
-    modules = [module for model in models for module in model.modules()]
-    configs = (vars(module).get("config") for module in modules)
-    return [*modules, *{id(config): config for config in configs if isinstance(config, PretrainedConfig)}.values()]
-
-
-def _state(owner: Any) -> tuple[Any, type, dict[str, Any]]:
-    """A module or config, its class, and its attributes, with copies of the tables of parts, parameters and buffers."""
-    attributes = vars(owner).items()
-    return owner, type(owner), {name: x.copy() if type(x) in (dict, set) else x for name, x in attributes}

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer, PlainVa
 
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed
-from hf_qknorm.files.paths import check_repo_id
+from hf_qknorm.files.paths import check_repo_id, user_path
 from hf_qknorm.files.untrusted import read_bytes
 from hf_qknorm.ops.norms import shown_knee
 from hf_qknorm.reports import records, tables
@@ -138,7 +138,7 @@ class Calibration:
     @classmethod
     def load(cls, path: str | Path) -> Calibration:
         """Read a report from a file. Raises ValueError, naming the file, if it is too large or not a report."""
-        return records.read_json(REPORT, read_bytes(Path(path)), str(path))
+        return records.read_json(REPORT, read_bytes(user_path(path, "path")), str(path))
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON; a failed run leaves the old file."""

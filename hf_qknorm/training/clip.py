@@ -26,6 +26,7 @@ from hf_qknorm.measure.head_weights import changeable_head_weights, normed_sides
 from hf_qknorm.measure.logits import call_to_measure
 from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.model.attention import QKNormAttention, require_patched
+from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.types import Call, Heads
 
@@ -111,16 +112,18 @@ class QKClip(TrainerCallback):
         reshard(self.model)
         if gathered := self._gathered():
             changeable_head_weights(self.model, "QKClip")  # not adapters: checkpoints lack the weights under them
-        for name, largest in gathered.items():
-            exponents, parts = self.exponents[name], self.parts[name]
-            factor = torch.where(largest > self.threshold, self.threshold / largest, 1.0)
-            if "k" in exponents:  # a shared key head scales the logits of all its query heads
-                group = len(factor) // parts["k"].heads
-                factor = factor.view(-1, group).amin(1).repeat_interleave(group)
-            clipped[name] = factor
-            factors = {part: factor[:: len(factor) // parts[part].heads] ** e for part, e in exponents.items()}
-            for p, scale in parameter_factors(parts, factors):
-                p.mul_(scale)
+        with undone_on_error() as keep:
+            for name, largest in gathered.items():
+                exponents, parts = self.exponents[name], self.parts[name]
+                factor = torch.where(largest > self.threshold, self.threshold / largest, 1.0)
+                if "k" in exponents:  # a shared key head scales the logits of all its query heads
+                    group = len(factor) // parts["k"].heads
+                    factor = factor.view(-1, group).amin(1).repeat_interleave(group)
+                clipped[name] = factor
+                factors = {part: factor[:: len(factor) // parts[part].heads] ** e for part, e in exponents.items()}
+                for p, scale in parameter_factors(parts, factors):
+                    keep(p)
+                    p.mul_(scale)
         return clipped
 
     def _gathered(self) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import ExportableState
 
 from hf_qknorm.files.log import logger
-from hf_qknorm.model.attention import every_norm
 from hf_qknorm.model.knees import NO_NORM, check_norms, knee_of, set_knee
 from hf_qknorm.ops.norms import shown_knee
 
@@ -90,7 +89,7 @@ class KneeSchedule(TrainerCallback, ExportableState):
         entry: Any = state.stateful_callbacks.get(name)
         if isinstance(entry, list):
             raise ValueError(f"got {len(entry)} callbacks of type {name}, expected one")
-        check_norms(every_norm(model))
+        check_norms(model)
         self.value, self.start, self.steps = None, min(knee_of(model), NO_NORM), state.max_steps
         if state.global_step:
             before, own = (entry or {}).get("args"), self.state()["args"]

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from hf_qknorm.files.log import is_first_rank, logger
 from hf_qknorm.files.paths import check_writable, user_path
+from hf_qknorm.files.untrusted import check_count
 from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import watched_layers
 from hf_qknorm.measure.passes import PassFilter
@@ -58,11 +59,9 @@ class LogitMonitor(TrainerCallback):
     def __init__(
         self, every: int = 10, path: str | Path | None = None, *, rows: int = 2, limit: float | None = None
     ) -> None:
-        if every < 1 or rows < 1:
-            raise ValueError(f"every={every}, rows={rows}: expected whole numbers ≥ 1")
         if not (limit is None or limit > 0):
             raise ValueError(f"limit={limit}: expected a |logit| > 0, or None for twice the cap")
-        self.every, self.rows, self.limit = every, rows, limit
+        self.every, self.rows, self.limit = check_count(every, "every"), check_count(rows, "rows"), limit
         self.path = None if path is None else user_path(path, "path")
         self.last: LogitSample | None = None
         self._trainer: Trainer | None = None
@@ -77,6 +76,8 @@ class LogitMonitor(TrainerCallback):
         A callback has no reference to its Trainer: with `callbacks=[monitor]` alone, the numbers go to the Trainer's
         `log_history` and to `path`, but not to the loggers in `report_to`.
         """
+        if not hasattr(trainer, "add_callback"):
+            raise TypeError(f"LogitMonitor.attach takes a Trainer, got {type(trainer).__name__}")
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
             trainer.add_callback(self)

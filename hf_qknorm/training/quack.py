@@ -85,6 +85,8 @@ class QuacK(Optimizer):
     load_state_dict = _delegated("load_state_dict")
 
     def __init__(self, optimizer: Optimizer, model: nn.Module, tau: float = 1.0) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"QuacK wraps an optimiser of PyTorch, got {type(optimizer).__name__}")
         self.optimizer, self.tau = optimizer, check_positive(tau, "tau")
         self.layers = attention_head_weights(model)
         self._own()  # raises without these weights
@@ -111,6 +113,8 @@ class QuacK(Optimizer):
         its own copies of the weights; and when it makes its optimiser, as `QuacK` does.
         """
         check_positive(tau, "tau")
+        if not hasattr(trainer, "create_optimizer"):
+            raise TypeError(f"QuacK.attach takes a Trainer, got {type(trainer).__name__}")
         if trainer.is_deepspeed_enabled:
             raise ValueError("QuacK does not support DeepSpeed, which steps its own copies of the weights: use FSDP2")
         if trainer.optimizer is not None or isinstance(trainer.create_optimizer, partial):

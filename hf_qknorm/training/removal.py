@@ -98,7 +98,7 @@ def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
     logger.warning(f"norms removed: the loss goes {change}")
 
 
-@torch.no_grad()
+@torch.inference_mode()  # a model may have been made in it
 def _fold_norms(model: PreTrainedModel, keep: Callable[[Tensor], None]) -> PreTrainedModel:
     """Fold norms that are constant factors into the projections, and unpatch the model."""
     rest = Scheme(softcap=next(iter(patched_layers(model).values())).scheme.softcap)

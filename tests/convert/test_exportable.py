@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import Scheme, calibrate, convert_checkpoint, export_native, patch_model
+from hf_qknorm import Scheme, calibrate, convert_checkpoint, export_native, patch_model, unpatch_model
 from hf_qknorm.calibration.knees import EXPORT_KNEE
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.ops.cpu import norm_rope
@@ -134,6 +134,15 @@ def test_what_has_no_native_counterpart_is_refused_before_the_pass(scheme, optio
     with pytest.raises(ValueError, match=message):
         calibrate(model, texts(), exportable=True, **options)
     assert model.config.scheme == scheme
+
+
+def test_norms_of_another_eps_do_not_load_it():
+    """The knee in the weights is relative to eps, which the calibration sets to the model's own."""
+    made, other = (patch_model(sharp_model("llama", rms_norm_eps=1e-5), RMS) for _ in range(2))
+    calibrate(made, texts(), exportable=True)
+    with pytest.raises(RuntimeError, match=r"q_norm\.knee is for an export, .* patch with eps=1e-05"):
+        other.load_state_dict(made.state_dict(), strict=False)
+    patch_model(unpatch_model(other), replace(RMS, eps=1e-5)).load_state_dict(made.state_dict())
 
 
 def test_a_failed_calibration_restores_eps():

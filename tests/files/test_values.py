@@ -83,6 +83,9 @@ def test_user_path(tmp_path, monkeypatch):
     assert user_path(tmp_path / "link" / "..", "dst") == tmp_path / "far"
     with pytest.raises(ValueError, match="dst is empty, which would mean the working directory"):
         user_path("", "dst")
+    for wrong in (None, b"out", "a\0b", "x" * 5000):
+        with pytest.raises(ValueError, match=r"dst is .{1,150}: expected the path of a folder or a file"):
+            user_path(wrong, "dst")
 
 
 def count(**options: float) -> None:

@@ -77,6 +77,20 @@ def test_with_the_package(way, folder):
         WAYS[way](folder)
 
 
+@pytest.mark.parametrize("way", ["folder", "base model", "state dict"])
+def test_patched_weights_under_the_config_of_an_unpatched_model(way, tmp_path):
+    model, config = patch_model(sharp_model("llama"), NORMED), sharp_model("llama").config
+    model.save_pretrained(tmp_path)
+    config.save_pretrained(tmp_path)
+    cls, source, weights = LlamaForCausalLM, tmp_path, None
+    if way == "state dict":
+        source, weights = None, model.state_dict()
+    elif way == "base model":
+        cls = LlamaModel
+    with pytest.raises(ValueError, match=r"k_norm\.knee is the weight of a norm that a Llama.* Restore the config"):
+        cls.from_pretrained(source, config=config, state_dict=weights)
+
+
 @pytest.mark.costly
 def test_without_the_package(tmp_path):
     """Read as its base type, the model would load without its norms and without an error."""

@@ -85,6 +85,13 @@ def test_a_string_that_looks_like_a_path_is_no_text(path):
         batches_of(path)
 
 
+def test_a_long_text_without_spaces_is_text():
+    (batch,) = batches_of("あ" * 5000, max_tokens=16)
+    assert batch["input_ids"].numel() > 0
+    with pytest.raises(FileNotFoundError, match="no such file or folder: あ{200}$"):
+        batches_of("あ" * 1000)
+
+
 def test_tensors_that_the_model_takes_are_kept_in_batches_as_they_are():
     ids = torch.ones(2, 8, dtype=torch.long)
     given = {"input_ids": ids, "position_ids": ids[:1], "labels": ids, "token_type_ids": ids, "seq_idx": ids}
@@ -106,6 +113,7 @@ def test_tensors_that_the_model_takes_are_kept_in_batches_as_they_are():
         ([3], "got int: expected texts"),
         ([{"id": 3, "text": "a"}], r'got a mapping of id int, text str: .* give the column, data\["text"\]'),
         ([{"input_ids": [1, 2]}], r"got a mapping of input_ids list: .* make batches in a DataLoader"),
+        ([{"input_ids": torch.ones(2, 9), "attention_mask": torch.ones(3, 9)}], r"mask \[3, 9\]: expected texts"),
         ([{"input_ids": torch.ones(9)}], r"got a mapping of input_ids \[9\]: expected texts"),
         ({"input_ids": torch.ones(2, 2)}, "the data is of type dict: expected texts"),
         (torch.ones(2, 2), "the data is of type Tensor: expected texts"),
@@ -144,7 +152,7 @@ def test_a_tokenizer_that_fails_or_returns_no_tokens_is_named(fails):
         tokenize(Broken(), "text")
 
 
-@pytest.mark.parametrize("wrong", [{"batch": 0}, {"max_tokens": -5}])
+@pytest.mark.parametrize("wrong", [{"batch": 0}, {"max_tokens": -5}, {"batch": 1.5}])
 def test_sizes_below_one_are_refused(wrong):
     with pytest.raises(ValueError, match="expected at least 1"):
         as_batches(LLAMA, ["text"], byte_tokenizer(), **{"batch": 2, "length": 16, "max_tokens": 100, **wrong})

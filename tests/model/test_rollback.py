@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from hf_qknorm import calibrate, patch_model, remove_norms, set_knee, unpatch_model
+from hf_qknorm import QKClip, calibrate, patch_model, remove_norms, set_knee, unpatch_model
 from qknorm_tests.tables import make_batch, sharp_model
 from qknorm_tests.tiny_towers import tiny_towers
 
-PLACES = 10  # of all lines that the package runs, taken evenly
+PLACES = 20  # of all lines that the package runs, taken evenly
 
 
 def patched(scheme: str) -> Callable[[], Any]:
@@ -34,6 +34,13 @@ def opened() -> Any:
     return model
 
 
+def watched() -> Any:
+    model = patch_model(sharp_model("llama"), "none")
+    model.clip = QKClip(model, threshold=1e-3)
+    model(**make_batch("llama"))
+    return model
+
+
 CHANGES = {
     "patch": (lambda: sharp_model("llama"), patch_model),
     "patch by none": (lambda: sharp_model("llama"), lambda model: patch_model(model, "none")),
@@ -43,6 +50,7 @@ CHANGES = {
     "unpatch a tower": (lambda: patch_model(tiny_towers("llava")), unpatch_model),
     "set_knee": (calibrated, lambda model: set_knee(model, 2.0)),
     "remove_norms": (opened, remove_norms),
+    "clip": (watched, lambda model: model.clip.step()),
 }
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from hf_qknorm import LogitMonitor, logit_statistics, patch_model
+from hf_qknorm import LogitMonitor, QuacK, logit_statistics, patch_model
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.training.logit_log import LogitSample, read_log
 from qknorm_tests.slow import slow_but
@@ -118,9 +118,12 @@ def test_an_unpatched_model_is_sampled_and_trains_the_same(family):
 
 
 def test_refusals(monkeypatch):
-    for wrong in ({"every": 0}, {"rows": 0}, {"limit": -1.0}):
+    for wrong in ({"every": 0}, {"every": math.nan}, {"rows": 0}, {"limit": -1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             LogitMonitor(**wrong)
+    for attach in (LogitMonitor().attach, QuacK.attach):
+        with pytest.raises(TypeError, match="attach takes a Trainer, got Linear"):
+            attach(torch.nn.Linear(2, 2))
     unknown, model = torch.nn.Linear(2, 2), patch_model(tiny_model("llama"), "none")
     monkeypatch.setattr(type(model), "tp_size", 2)
     for refused, message in ((unknown, "Linear has no attention module of a known family"), (model, "tensor-parallel")):

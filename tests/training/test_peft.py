@@ -21,9 +21,9 @@ from qknorm_tests.tiny import tiny_model
 
 NAMES: dict[Any, list[str]] = {
     "qkv_norm": ["k_norm", "q_norm", "v_norm"],
-    "henry": ["q_norm"],
+    "henry": ["k_norm", "q_norm"],
     "soft_cap": [],
-    Scheme(q="rms", gain="none"): [],
+    Scheme(q="rms", gain="none"): ["q_norm"],
 }
 SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0)
 
@@ -45,7 +45,7 @@ def patched(scheme: Scheme | str = SCHEME, model_type: str = "llama", **settings
     return randomise(patch_model(sharp_model(model_type, **settings), scheme)).eval()
 
 
-def test_the_names_of_norms_with_gains():
+def test_the_names_of_norms():
     for preset, names in NAMES.items():
         assert peft_modules_to_save(patch_model(tiny_model("llama"), preset)) == names
     with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
@@ -122,6 +122,23 @@ def test_norm_tuning_is_calibrated_and_takes_knees():
     tuned.merge_adapter()
     assert head_norms(next(iter(patched_layers(tuned).values())))["q_norm"].ratio == pytest.approx(0.25, rel=0.2)
     assert_near(logits(tuned), logits(direct), 1e-5)
+
+
+@pytest.mark.parametrize("change", [lambda x: set_knee(x, 1.0), lambda x: calibrate(x, [make_batch("plain")], knee=1)])
+def test_norms_that_no_adapter_holds_are_refused(change):
+    """The adapter's file would lead to the base with its old knee."""
+    model = peft.get_peft_model(kneed(), peft.LoraConfig(r=4, modules_to_save=["q_norm"]))
+    before = knees_of(model)
+    with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.k_norm is in no adapter, .*=peft_modules_to_save"):
+        change(model)
+    assert all(torch.equal(knee, before[name]) for name, knee in knees_of(model).items())
+
+
+def test_an_adapter_holds_the_knees_of_norms_without_gains(tmp_path):
+    adapted = wrapped(kneed("scalar"))
+    set_knee(adapted, 0.5)
+    adapted.save_pretrained(tmp_path)
+    assert torch.equal(logits(peft.PeftModel.from_pretrained(kneed("scalar"), tmp_path).eval()), logits(adapted))
 
 
 def test_a_refused_calibration_restores_every_knee():

@@ -122,6 +122,19 @@ def test_a_refused_removal_changes_nothing(make, text, message):
     assert fingerprint(model) == before
 
 
+def test_models_made_in_inference_mode():
+    with torch.inference_mode():
+        model = sharp_model("llama")
+    calibrate(patch_model(model, "qk_norm"), [make_batch("plain", labels=False)], knee=4.0)
+    before = fingerprint(model)
+    with pytest.raises(ValueError, match="more than max_loss_increase=-5"):
+        remove_norms(model, [make_batch("plain", labels=False)], max_loss_increase=-5.0)
+    assert fingerprint(model) == before
+    set_knee(model, math.inf)
+    expected = logits(model)
+    assert_near(logits(remove_norms(model)), expected, 1e-4)
+
+
 def test_wrapped_and_sharded_models_are_refused_unchanged(process_group):
     model = opened()
     wrappers = DistributedDataParallel(model), torch.compile(model)
