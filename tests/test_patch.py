@@ -5,10 +5,19 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+from inspect import signature
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTModel,
+)
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, unpatch_model
 from hf_qknorm.families.style import CACHE
@@ -152,6 +161,19 @@ def test_gains_made_in_inference_mode_train():
         calibrate(patch_model(model, "qk_norm"), [make_batch("none", labels=False)], knee=4.0)
     model.train()(**make_batch("none")).loss.backward()
     assert all(norm.weight.grad.any() for norm in head_norms(model))
+
+
+@pytest.mark.parametrize("scheme", ["soft_cap", "qk_norm"])
+def test_the_constructor_of_a_patched_class_states_the_parameters_of_the_models_own(scheme, tmp_path):
+    """A loader asks it whether to pass `use_mask_token`, which is in no config."""
+    config = ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=32, image_size=16)
+    base = ViTModel(config, use_mask_token=True)
+    parameters = signature(base.__init__)
+    model = patch_model(base, scheme)
+    assert signature(model.__init__) == parameters
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, use_mask_token=True)
+    assert torch.equal(loaded.embeddings.mask_token, model.embeddings.mask_token)
 
 
 def test_models_that_share_a_config_are_patched_separately():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -234,14 +234,14 @@ def derived_model(base: Any) -> type[PreTrainedModel]:
     """Return the derived class of a model class: `QKNormLlamaForCausalLM` for `LlamaForCausalLM`."""
     model_type = base.config_class.model_type
     config_class = derived_config(model_type)
-    namespace = {"base_class": base, "config_class": config_class, "__module__": __name__}
+    init = wraps(base.__init__)(lambda *args, **kwargs: QKNormModel.__init__(*args, **kwargs))  # the base's parameters
+    namespace = {"base_class": base, "config_class": config_class, "__init__": init, "__module__": __name__}
     namespace |= {name: getattr(base, name) for name in ANSWERED_BY_BASE}
     counts = (CountsCached,) if family_of_type(model_type).restarts == base.__name__ else ()
     derived = type(f"{PREFIX}{base.__name__}", (QKNormModel, *counts, base), namespace)
     # Checkpoints hold Mixtral's experts apart, and GPT-NeoX's head under another name: convert them as the base does.
     for own, name in ((model_type, config_class.model_type), (base.__name__, derived.__name__)):
-        conversion = get_checkpoint_conversion_mapping(own)
-        if conversion is not None:
+        if (conversion := get_checkpoint_conversion_mapping(own)) is not None:
             register_checkpoint_conversion_mapping(name, conversion, overwrite=True)
     return derived
 
