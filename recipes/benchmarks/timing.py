@@ -29,7 +29,7 @@ ENOUGH = 1.0  # ms between two events, at least, where so many calls take as lon
 
 
 def by_turns(runs: dict[str, Callable[[], object]], turns: int) -> Times:
-    """The milliseconds of each run on a CPU, after two turns to warm up. The first of a turn is another in each turn."""
+    """The milliseconds of each run on a CPU, after two turns to warm up; each turn begins with another run."""
     times: Times = {name: [] for name in runs}
     names = deque(runs)
     for turn in range(-2, turns):
