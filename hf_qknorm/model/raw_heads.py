@@ -83,7 +83,8 @@ def fused_attention(
 
 def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> Heads | None:
     """Heads with their norms and rotation; None if a hook, or a module of another's, must run in a norm's place."""
-    q_norm, k_norm = as_norm(layer.norm_module("q_norm")), as_norm(layer.norm_module("k_norm"))
+    modules = layer._modules
+    q_norm, k_norm = as_norm(modules.get("q_norm")), as_norm(modules.get("k_norm"))
     if q_norm is None or k_norm is None:
         return None
     if not q.dtype == k.dtype == v.dtype:  # a model's own norm may promote them
@@ -106,12 +107,14 @@ def as_norm(module: Any) -> Norm | None:
 
 def _after_hooks(layer: Any, heads: Heads) -> Heads:
     """Heads after the hooks before the layer's norms, which run once: after the choice of a kernel."""
-    q = _after_pre_hooks(layer.norm_module("q_norm"), heads.q)
-    k = _after_pre_hooks(layer.norm_module("k_norm"), heads.k)
+    modules = layer._modules
+    q, k = _after_pre_hooks(modules.get("q_norm"), heads.q), _after_pre_hooks(modules.get("k_norm"), heads.k)
     return heads if q is heads.q and k is heads.k else heads._replace(q=q, k=k)
 
 
 def _after_pre_hooks(module: Any, x: Tensor) -> Tensor:
+    if module is None or not (module._forward_pre_hooks or module._modules):
+        return x
     inner = active_copy(module)
     for norm in (module, None if inner is module else inner):
         if norm is not None and norm._forward_pre_hooks:
