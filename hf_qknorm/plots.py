@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -105,7 +106,8 @@ def draw_inspection(inspection: Inspection, path: str | Path) -> None:
     layers = list(inspection.layers.values())
     logits, entropies = [_drawable(layer.max_logit) for layer in layers], [_drawable(layer.entropy) for layer in layers]
     ticks = {i: str(i) for i in _ticks(len(layers[0].entropy), 16)}
-    save_figure(_draw_maps(inspection.title, logits, entropies, inspection.cap, layers, "head", ticks), path)
+    title = textwrap.fill(inspection.title.replace(inspection.model, Path(inspection.model).name, 1), 88)
+    save_figure(_draw_maps(title, logits, entropies, inspection.cap, layers, "head", ticks), path)
 
 
 def draw_log(samples: Sequence[LogitSample], path: str | Path) -> None:

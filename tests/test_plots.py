@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -96,7 +97,9 @@ def test_a_calibration_shows_each_head_the_worst_ones_and_the_bounds(tmp_path, f
 
 def test_an_inspection_shows_every_head(figures, tmp_path):
     found = inspection(4, 4, size=60.0)
-    draw_inspection(found, tmp_path / "map.png")
+    draw_inspection(replace(found, model=f"/{'long' * 40}/made-up"), tmp_path / "map.png")
+    assert figures[0].get_suptitle().startswith("made-up: llama, 4 layers")
+    assert max(map(len, figures[0].get_suptitle().splitlines())) < 90
     left, right, *_ = figures[0].axes
     for axes, field in ((left, "max_logit"), (right, "entropy")):
         shown = torch.tensor(axes.images[0].get_array().tolist())

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from hf_qknorm import SCHEMES, Scheme
+from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.scheme import field_values
 
 SPELT_OUT = Scheme(q="lp", v="layer", gain="per_head", bias=True, p=3, scale=0.3, softcap=5, eps=1e-3)
@@ -30,7 +31,7 @@ def test_auto_resolves_to_rms_and_every_field_survives_json(preset: Scheme) -> N
 
 NUMBER = "a finite number > 0, or None"
 REFUSED = [
-    *(({field: "batch"}, f"{field}='batch'", '"rms", "layer", "l2", "lp"') for field in "qkv"),
+    *(({field: "batch"}, f"{field}='batch'", ", ".join(f'"{x}"' for x in NORMS)) for field in "qkv"),
     ({"q": "RMS"}, "q='RMS'", '"rms"'),
     ({"q": True}, "q=True", '"rms"'),
     ({"q": "rms", "gain": "per-head"}, "gain='per-head'", '"shared", "per_head", "scalar", "none"'),
@@ -39,8 +40,8 @@ REFUSED = [
     *(({field: x}, f"{field}={x!r}", NUMBER) for field in ("softcap", "scale") for x in (math.nan, math.inf, [50.0])),
     *(({"eps": x}, f"eps={x!r}", "a finite number > 0") for x in (0, -1e-6, math.nan, math.inf, True, None, "1e-6")),
     *(({"q": "lp", "p": x}, f"p={x!r}", "≥ 1") for x in (0.5, 0, -2, math.nan, math.inf, True, None, "3")),
-    ({"q": "rms", "p": 3}, "p=3.0", '"lp" among q, k and v'),
-    ({"p": 1.5}, "p=1.5", '"lp" among q, k and v'),
+    ({"q": "rms", "p": 3}, "p=3.0", "among q, k and v: no other norm"),
+    ({"p": 1.5}, "p=1.5", "among q, k and v: no other norm"),
     ({"q": "rms", "bias": 1}, "bias=1", "True, False or None"),
     ({"bias": True}, "bias=True", "a norm on q, k or v"),
     ({"q": "l2", "gain": "scalar", "bias": True}, "bias=True", 'gain "shared", "per_head"'),

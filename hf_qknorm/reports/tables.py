@@ -13,8 +13,10 @@ from hf_qknorm.reports.records import LayerStatistics, Prediction
 ROWS: Final = 12  # layers in a table: the worst ones; JSON has all layers
 WIDTH: Final = 100  # of a paragraph, in characters
 LEVELS: Final = ("calm", "raised", "large", "runaway")  # |logit| up to half the cap, the cap, twice the cap, above
-READING: Final = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; others: means over heads"
-LIMITS: Final = "bound: the largest |logit| that any input can give; gain: the largest |gain|"
+READING: Final = "max |logit|: worst head, before any cap; entropy: sharpest head, in nats; >: share of larger |logits|"
+BOUND: Final = "bound: the largest |logit| that any input can give"
+LIMITS: Final = f"{BOUND}; gain: the largest |gain|"
+COSTS: Final = "KL: from the unpatched model, in nats per token"
 
 
 def page(*parts: str) -> str:
@@ -30,7 +32,8 @@ def predictions_table(predictions: Mapping[str, Prediction | None]) -> str:
     for name, p in found.items():
         row = [name, f"{p.loss:.3f}", f"{p.perplexity:.2f}", f"{p.kl:.4f}", f"{p.agreement:.1%}"]
         rows.append([*row, *[_bound(p.bound)] * bounded])
-    return _aligned(rows) if found else ""
+    reading = "; ".join([COSTS, *[BOUND] * bounded])
+    return f"{_aligned(rows)}\n\n{reading}" if found else ""
 
 
 def layers_table(layers: Mapping[str, Sequence[LayerStatistics]], cap: float) -> str:
