@@ -23,6 +23,7 @@ from itertools import product
 from pathlib import Path
 
 import text_trainer as common
+from transformers.hf_argparser import HfArg
 
 from hf_qknorm import KneeSchedule, calibrate, patch_model, remove_norms
 
@@ -51,10 +52,10 @@ class Options(common.BaseOptions):
     """The comparison's options, beside the Trainer's arguments."""
 
     checkpoint: str
-    known: str | None = field(default=None, metadata={"help": "the text that the model knows; default: --text"})
+    known: str | None = HfArg(default=None, help="the text that the model knows; default: --text")
     rates: list[float] = field(default_factory=lambda: [1e-3, 3e-3, 1e-2, 3e-2])
     seeds: int = 3
-    knee: float | None = field(default=None, metadata={"help": "of the norms; default: a search for the smallest"})
+    knee: float | None = HfArg(default=None, help="of the norms; default: a search for the smallest")
     arms: list[str] = field(default_factory=lambda: list(ARMS), metadata={"choices": list(ARMS)})
 
 

@@ -12,11 +12,12 @@ adapter and, but under ZeRO-3, a merged model (`merged`) that loads without PEFT
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import peft
 import text_trainer as common
+from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_qknorm import peft_modules_to_save
@@ -26,8 +27,8 @@ from hf_qknorm import peft_modules_to_save
 class Options(common.BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
-    rank: int = field(default=8, metadata={"help": "rank of the adapters"})
-    targets: str = field(default="all-linear", metadata={"help": "modules with adapters: a pattern, or all-linear"})
+    rank: int = HfArg(default=8, help="rank of the adapters")
+    targets: str = HfArg(default="all-linear", help="modules with adapters: a pattern, or all-linear")
 
 
 def main(command: list[str] | None = None) -> dict[str, float]:
@@ -45,17 +46,14 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     trained, total = adapted.get_nb_trainable_parameters()
     common.print_once(arguments, f"{trained:,} of {total:,} parameters are trained")
     trainer = common.make_trainer(adapted, text, tokenizer, arguments, options.every)
-    losses: dict[str, float] = {}
-    common.add_loss(losses, "converted", trainer)
-    common.train_and_save(trainer, losses)
+    losses = common.train_and_save(trainer, start="converted")
     if not is_deepspeed_zero3_enabled():  # no process has the weights to merge with
         trainer.model = adapted.merge_and_unload()
         common.add_loss(losses, "merged", trainer)
         merged = Path(arguments.output_dir) / "merged"
         trainer.save_model(str(merged))
         common.print_once(arguments, f"written: {merged}")
-    common.print_once(arguments, common.results_table(losses, trainer))
-    return losses
+    return common.print_results(losses, trainer)
 
 
 if __name__ == "__main__":

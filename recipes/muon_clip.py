@@ -17,12 +17,13 @@ Sources: Kimi K2 (arXiv 2507.20534), Moonlight (arXiv 2502.16982).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import text_trainer as common
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
+from transformers.hf_argparser import HfArg
 
 from hf_qknorm import QKClip, patch_model
 
@@ -32,7 +33,7 @@ class Options(common.BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
     scheme: str = "none"
-    threshold: float = field(default=100.0, metadata={"help": "the largest logit; 0: no QK-Clip"})
+    threshold: float = HfArg(default=100.0, help="the largest logit; 0: no QK-Clip")
 
 
 class MuonAndAdamW(Optimizer):
@@ -87,11 +88,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
         raise ValueError("DeepSpeed and FSDP divide matrices, which Muon needs whole: use one process, or DDP")
     if options.threshold:  # after the monitor, which must see logits before they are clipped
         trainer.add_callback(QKClip(model, options.threshold))
-    losses: dict[str, float] = {}
-    common.add_loss(losses, "start", trainer)
-    common.train_and_save(trainer, losses)
-    common.print_once(arguments, common.results_table(losses, trainer))
-    return losses
+    return common.print_results(common.train_and_save(trainer, start="start"), trainer)
 
 
 if __name__ == "__main__":

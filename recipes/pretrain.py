@@ -12,9 +12,10 @@ on a CPU. All arguments of the Trainer work (`--learning_rate`, `--bf16`, `--sav
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import text_trainer as common
+from transformers.hf_argparser import HfArg
 
 from hf_qknorm import KneeSchedule
 
@@ -23,9 +24,7 @@ from hf_qknorm import KneeSchedule
 class Options(common.BaseOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
-    share: float = field(
-        default=0.0, metadata={"help": "share of the run over which the knee is lowered to 0; 0: it stays"}
-    )
+    share: float = HfArg(default=0.0, help="share of the run over which the knee is lowered to 0; 0: it stays")
 
 
 def main(command: list[str] | None = None) -> dict[str, float]:
@@ -37,11 +36,7 @@ def main(command: list[str] | None = None) -> dict[str, float]:
     if lowered:
         common.print_once(arguments, f"the knee is lowered to 0 over {options.share:.0%} of the run")
     trainer = common.make_trainer(model, text, tokenizer, arguments, options.every, callbacks=callbacks)
-    losses: dict[str, float] = {}
-    common.add_loss(losses, "converted", trainer)
-    common.train_and_save(trainer, losses)
-    common.print_once(arguments, common.results_table(losses, trainer))
-    return losses
+    return common.print_results(common.train_and_save(trainer, start="converted"), trainer)
 
 
 if __name__ == "__main__":

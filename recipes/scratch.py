@@ -13,11 +13,11 @@ writes the model, its tokenizer and `logits.jsonl`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import text_trainer as common
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.hf_argparser import HfArg
 
 from hf_qknorm import QKClip, QuacK, patch_model
 from hf_qknorm.small_model import byte_tokenizer, small_llama
@@ -28,37 +28,27 @@ class Options(common.TextOptions):
     """The recipe's options, beside the Trainer's arguments."""
 
     scheme: str = "qk_norm"
-    config: str | None = field(
-        default=None, metadata={"help": "a folder or a Hub name: its config; default: a small Llama"}
-    )
-    tokenizer: str | None = field(default=None, metadata={"help": "a folder or a Hub name; default: a token a byte"})
-    quack: float | None = field(default=None, metadata={"help": "τ of QuacK's learning rates"})
-    qk_clip: float | None = field(default=None, metadata={"help": "the largest |logit| that QK-Clip allows"})
-
-
-def random_model(options: Options, tokens: int) -> Any:
-    """Return a patched model with random weights."""
-    if options.config is None:
-        model = small_llama()
-    else:
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.config, vocab_size=tokens))
-    return patch_model(model, options.scheme)
+    config: str | None = HfArg(default=None, help="a folder or a Hub name: its config; default: a small Llama")
+    tokenizer: str | None = HfArg(default=None, help="a folder or a Hub name; default: a token a byte")
+    quack: float | None = HfArg(default=None, help="τ of QuacK's learning rates")
+    qk_clip: float | None = HfArg(default=None, help="the largest |logit| that QK-Clip allows")
 
 
 def main(command: list[str] | None = None) -> dict[str, float]:
     options, arguments = common.parse(Options, "qknorm-scratch", command)
     tokenizer = byte_tokenizer() if options.tokenizer is None else AutoTokenizer.from_pretrained(options.tokenizer)
-    text, model = common.Text(options.text, options.length, tokenizer), random_model(options, len(tokenizer))
+    text = common.Text(options.text, options.length, tokenizer)
+    if options.config is None:
+        model = small_llama()
+    else:
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(options.config, vocab_size=len(tokenizer)))
+    patch_model(model, options.scheme)
     trainer = common.make_trainer(model, text, tokenizer, arguments, options.every)
     if options.quack is not None:
         QuacK.attach(trainer, options.quack)
     if options.qk_clip is not None:  # after the monitor, which must see logits before they are clipped
         trainer.add_callback(QKClip(model, options.qk_clip))
-    losses: dict[str, float] = {}
-    common.add_loss(losses, "random weights", trainer)
-    common.train_and_save(trainer, losses)
-    common.print_once(arguments, common.results_table(losses, trainer))
-    return losses
+    return common.print_results(common.train_and_save(trainer, start="random weights"), trainer)
 
 
 if __name__ == "__main__":

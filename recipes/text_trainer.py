@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
+from transformers.hf_argparser import HfArg
 from transformers.integrations import is_deepspeed_zero3_enabled
 
 from hf_qknorm import Calibration, LogitMonitor, calibrate, patch_model
@@ -50,21 +51,19 @@ class Arguments(TrainingArguments):
 class TextOptions:
     """The options about the text and the monitor."""
 
-    text: str | None = field(default=None, metadata={"help": "a file or a folder; default: Python's library"})
-    length: int = field(default=256, metadata={"help": "tokens per sequence"})
-    every: int = field(default=10, metadata={"help": "steps between samples of the attention logits"})
+    text: str | None = HfArg(default=None, help="a file or a folder; default: Python's library")
+    length: int = HfArg(default=256, help="tokens per sequence")
+    every: int = HfArg(default=10, help="steps between samples of the attention logits")
 
 
 @dataclass
 class BaseOptions(TextOptions):
     """The options of a recipe that starts from a trained model."""
 
-    checkpoint: str | None = field(
-        default=None, metadata={"help": "a causal LM; default: a small Llama, trained first"}
-    )
-    base_steps: int = field(default=200, metadata={"help": "steps of training for the small Llama"})
+    checkpoint: str | None = HfArg(default=None, help="a causal LM; default: a small Llama, trained first")
+    base_steps: int = HfArg(default=200, help="steps of training for the small Llama")
     scheme: str = "qk_norm_cap"
-    calibration: int = field(default=16, metadata={"help": "batches of calibration text"})
+    calibration: int = HfArg(default=16, help="batches of calibration text")
 
 
 def parse(kind: type[T], out: str, command: list[str] | None) -> tuple[T, Arguments]:
@@ -159,14 +158,17 @@ def add_loss(losses: dict[str, float], name: str, trainer: Trainer) -> None:
     print_once(trainer.args, f"held-out loss, {name}: {losses[name]:.4f}")
 
 
-def train_and_save(trainer: Trainer, losses: dict[str, float]) -> None:
-    """Train or resume, save the model, and add its held-out loss to `losses`."""
+def train_and_save(trainer: Trainer, start: str) -> dict[str, float]:
+    """Train or resume, save the model, and return its held-out losses; `start` is the name of the one before."""
+    losses: dict[str, float] = {}
+    add_loss(losses, start, trainer)
     steps, epochs = trainer.args.max_steps, trainer.args.num_train_epochs
     print_once(trainer.args, f"training for {f'{steps} steps' if steps > 0 else f'{epochs:g} epochs'}")
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     add_loss(losses, f"after {trainer.state.global_step} steps", trainer)
     trainer.save_model()
     print_once(trainer.args, f"written: {trainer.args.output_dir}")
+    return losses
 
 
 def print_once(arguments: TrainingArguments, text: object) -> None:
@@ -175,11 +177,12 @@ def print_once(arguments: TrainingArguments, text: object) -> None:
         print(text, flush=True)
 
 
-def results_table(losses: dict[str, float], trainer: Trainer) -> str:
-    """Format losses and largest logits as Markdown."""
+def print_results(losses: dict[str, float], trainer: Trainer) -> dict[str, float]:
+    """Print losses and largest logits as Markdown, and return the losses."""
     lines = ["| | held-out loss |", "|---|---:|", *(f"| {name} | {loss:.4f} |" for name, loss in losses.items())]
     name = "attention/max_logit"  # the monitor's samples
     seen = [entry for entry in trainer.state.log_history if name in entry]
     logits = ", ".join(f"{entry[name]:.1f} at {entry['step']}" for entry in seen)
     largest = ["", f"largest |logit| before any cap, by step: {logits}"] if logits else []
-    return "\n".join(["", *lines, *largest])
+    print_once(trainer.args, "\n".join(["", *lines, *largest]))
+    return losses

@@ -25,10 +25,11 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from page import made, publish, table
+from page import provenance, publish, table
 from timing import Clock, Run, reason
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.error_budget import Verdict, verdict
@@ -142,23 +143,14 @@ def check(implementation: Implementation, case: Case, device: torch.device, dtyp
     def oracle(x: Inputs) -> Tensor:
         q, k = x.q, x.k
         if implementation.ours:
-            q, k = (rotated(reference.head_norm(y, "rms", g, eps=EPS), x) for y, g in ((q, x.q_gain), (k, x.k_gain)))
+            q, k = (reference.head_norm(y, "rms", gain, eps=EPS) for y, gain in ((q, x.q_gain), (k, x.k_gain)))
+            q, k = apply_rotary_pos_emb(q, k, x.cos, x.sin)
         return reference.attention(q, k, x.v, softcap=implementation.softcap, causal=True).out
 
     x = draw(replace(case, batch=2, length=CHECKED if device.type == "cuda" else 48), device, dtype)
     names, exact = implementation.leaves, Inputs(*(y.double() for y in x))
-    got, true, eager = (
-        results(implementation.attend, x, names),
-        results(oracle, exact, names),
-        results(oracle, x, names),
-    )
-    return {name: verdict(y, true[name], eager[name]) for name, y in got.items()}
-
-
-def rotated(y: Tensor, x: Inputs) -> Tensor:
-    """y `[B, H, T, D]` turned by the angles, as in transformers."""
-    first, second = y.chunk(2, -1)
-    return y * x.cos[:, None] + torch.cat([-second, first], -1) * x.sin[:, None]
+    true, eager = results(oracle, exact, names), results(oracle, x, names)
+    return {name: verdict(y, true[name], eager[name]) for name, y in results(implementation.attend, x, names).items()}
 
 
 class Passes:
@@ -234,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     device, dtype = (torch.device("cpu"), torch.float32) if args.cpu else (torch.device("cuda"), torch.bfloat16)
     end, rows, notes = time.monotonic() + 60 * args.minutes, [], []
-    where = ", ".join(f"{name} {value}" for name, value in made().items()) + f", {dtype}"
+    where = f"{dtype}; {provenance()}"
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.with_suffix(".csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
@@ -250,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
                     file.flush()
             except AssertionError as error:
                 notes.append(f"- failed: {error}")
-    publish(["# Attention", "", where + ".", "", *notes, "", *table(HEAD, rows, "lll" + "r" * 8 + "l")], args.out)
+    publish("Attention", __doc__, where, [*notes, "", *table(HEAD, rows, "lll" + "r" * 8 + "l")], args.out)
     return int(any("failed" in note for note in notes))
 
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from page import opening, provenance, publish, table
+from page import provenance, publish, table
 from timing import Times, beside_others, by_turns, cell, peak_rise, ratio_cell
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -227,7 +227,7 @@ def main(arguments: list[str] | None = None) -> str:
     args = parser.parse_args(arguments)
     tables, busy = beside_others(lambda: measure(args.turns))
     about = f"{args.turns} turns (5 for 4,096 tokens). {busy}; {provenance()}"
-    return publish([*opening("Attention on the CPU", __doc__, about), *tables], args.output)
+    return publish("Attention on the CPU", __doc__, about, tables, args.output)
 
 
 if __name__ == "__main__":

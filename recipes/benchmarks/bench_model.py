@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
-from page import opening, provenance, publish, table
+from page import provenance, publish, table
 from timing import Clock, Run, cell
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,9 +43,9 @@ def training(name: str, size: str, device: torch.device) -> Callable[[int], None
     """A function that takes a training step; the model is built by its first call, with the same weights for all."""
     (patched, compiled), (shape, vocabulary, batch) = STEPS[name], SIZES[size]
     batches = [torch.randint(vocabulary, batch, device=device) for _ in range(2)]
-    made: list[Any] = []
 
-    def build() -> Any:
+    @cache
+    def build() -> tuple[Any, torch.optim.Optimizer]:
         sizes = dict(zip(SHAPE, shape, strict=True)) | {"vocab_size": vocabulary, "tie_word_embeddings": True}
         torch.manual_seed(0)
         with device:
@@ -54,13 +55,10 @@ def training(name: str, size: str, device: torch.device) -> Callable[[int], None
             qk.patch_model(model, SCHEME, attn_implementation=BACKEND)
         if compiled:  # without a GPU what matters is that it can be traced
             model.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
-        return model
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def run(n: int) -> None:
-        if not made:
-            model = build()
-            made.extend((model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)))
-        model, optimizer = made
+        model, optimizer = build()
         ids = batches[n % len(batches)]
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
@@ -82,8 +80,8 @@ def main(arguments: list[str] | None = None) -> int:
         ratio = "" if run.failure or base.failure else f"{run.median / base.median:.2f}"
         peak = "" if run.peak_mib is None else f"{run.peak_mib:,.0f}"
         rows.append([name, run.failure or cell(run.times), peak, ratio])
-    page = opening("A training step", __doc__, f"{size}: {SIZES[size]}; {provenance()}")
-    publish([*page, *table(["", "ms", "MiB", "of the unpatched model's time"], rows)], args.output)
+    lines = table(["", "ms", "MiB", "of the unpatched model's time"], rows)
+    publish("A training step", __doc__, f"{size}: {SIZES[size]}; {provenance()}", lines, args.output)
     return int(any(run.failure for name, run in runs.items() if name.startswith("ours")))
 
 

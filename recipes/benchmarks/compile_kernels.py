@@ -18,7 +18,6 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
 
 import torch
 import triton
@@ -30,6 +29,7 @@ from hf_qknorm.ops.triton import attention, gluon, norm_rope
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 COLUMNS = ("kernel", "configuration", "warps", "stages", "registers", "spills", "shared", "matrix", "size")
+SHAPE = torch.ones(3)  # of norms with a knee: one kernel serves all shapes
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
 
 
@@ -58,7 +58,7 @@ class Case:
         d = self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k, v = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk, hk))
-        norm = Norm(self.norm, None if self.norm == "none" else empty(d), **with_knee(self.knee))
+        norm = Norm(self.norm, None if self.norm == "none" else empty(d), knee=SHAPE if self.knee else None)
         cos = empty(1, t, int(d * self.rotary) // 2)
         rotary = Rotary(cos, cos, self.interleaved) if self.rotary else None
         ranges = torch.zeros(b, t, 2, dtype=torch.int32) if self.ranges else None
@@ -86,15 +86,10 @@ class Step:
         b, h, hk, t, s, d = 2, 8, 2, self.queries, 4096, self.head_dim
         empty = partial(torch.empty, dtype=self.dtype)
         q, k = (empty(b, t, n, d).transpose(1, 2) for n in (h, hk))
-        norm, cos = Norm("rms", empty(d), **with_knee(self.knee)), empty(1, t, d // 2)
+        norm, cos = Norm("rms", empty(d), knee=SHAPE if self.knee else None), empty(1, t, d // 2)
         q = norm_rope.forward(q, k, norm, norm, Rotary(cos, cos)).q
         cached = empty(b, hk, s, d)
         attention.forward(Heads(q, cached, cached), Visible(), Options(d**-0.5, self.softcap, causal=True))
-
-
-def with_knee(knee: bool) -> dict[str, Any]:
-    """The shape of a norm as a model has it; one kernel serves all shapes."""
-    return {"knee": torch.ones(3)} if knee else {}
 
 
 RAW = {"norm": "none", "rotary": 0.0}

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from page import ROOT, opening, provenance, publish, table
+from page import ROOT, provenance, publish, table
 
 HERE = Path(__file__).parent
 KERNELS = ("tests/ops/triton", "tests/ops/test_attention.py", "tests/ops/test_norm_rope.py",
@@ -138,8 +138,8 @@ def main(arguments: list[str] | None = None) -> int:
         found = ("skipped", "no time left") if limit < LEAST else run(stage, command, out / "device.log", limit)
         rows.append([stage.name, found[0], f"{time.monotonic() - start:.0f}", f"{limit:.0f}", found[1]])
         print(" | ".join(rows[-1]), flush=True)
-    page = opening("On a GPU", __doc__, provenance())
-    publish([*page, *table(["stage", "outcome", "s", "limit", "it said last"], rows, "llrrl")], out / "device")
+    lines = table(["stage", "outcome", "s", "limit", "it said last"], rows, "llrrl")
+    publish("On a GPU", __doc__, provenance(), lines, out / "device")
     return int(any(row[1] in ("failed", "too long") or row[4] == "no time left" for row in rows))
 
 

@@ -25,6 +25,7 @@ from collections import Counter
 from itertools import count
 from pathlib import Path
 
+import page
 import torch
 from fuzz.draws import Target, targets
 from fuzz.edits import edits, guarded
@@ -47,10 +48,10 @@ def fault(target: Target, values: Values) -> str | None:
     before = {name: memory.clone() for name, memory in memories.items() if memory is not None}
     try:
         results = target.call(given)
-    except Exception as error:  # any other than these is a fault
-        of_torch = isinstance(error, NotImplementedError) and any(map(_is_elsewhere, values.values()))
+    except Exception as error:  # torch's dispatcher refuses some calls by itself; any other error is a fault
+        of_torch = isinstance(error, NotImplementedError) and any(x is None or _is_meta(x) for x in values.values())
         return None if of_torch else _refusal_fault(error, wrong)
-    if any(isinstance(x, Tensor) and x.is_meta for x in values.values()):
+    if any(map(_is_meta, values.values())):
         return None  # torch calls the fake, which reads no memory
     if wrong:
         return f"accepted, and {', '.join(wrong)} does not fit"
@@ -77,9 +78,8 @@ def _refusal_fault(error: Exception, wrong: list[str]) -> str | None:
     return None if named else f"refused without the name of {', '.join(wrong)}: {text}"
 
 
-def _is_elsewhere(x: object) -> bool:
-    """Whether torch's dispatcher may refuse a call with x by itself."""
-    return x is None or (isinstance(x, Tensor) and x.is_meta)
+def _is_meta(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_meta
 
 
 def _is_plain(x: object) -> bool:
@@ -114,15 +114,11 @@ def table() -> str:
     for name, lines in CPP.items():
         for argument, line in lines.items():
             operators.setdefault((argument, str(line)), []).append(f"`{name}`")
-    rows = ["| argument | must be | of the operators |", "|---|---|---|"]
-    for (argument, line), names in operators.items():
-        rows.append(f"| `{argument}` | {line} | {'all' if len(names) == len(CPP) else ', '.join(names)} |")
-    return "\n".join(rows)
-
-
-def run_in(environment: dict[str, str]) -> int:
-    """This script with these variables, which are read when the kernels are loaded."""
-    return subprocess.run([sys.executable, *sys.argv], env=os.environ | environment, check=False).returncode
+    rows = [
+        (f"`{argument}`", line, "all" if len(names) == len(CPP) else ", ".join(names))
+        for (argument, line), names in operators.items()
+    ]
+    return "\n".join(page.table(["argument", "must be", "of the operators"], rows, "lll"))
 
 
 def sanitizers(cache: str) -> dict[str, str]:
@@ -154,11 +150,11 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="print the table of operators, and nothing else")
     arguments = parser.parse_args()
     if arguments.table:
-        print(table())
+        print(table(), end="")
         return 0
     if arguments.sanitize and SANITIZED not in os.environ:
-        with tempfile.TemporaryDirectory() as folder:
-            return run_in(sanitizers(folder))
+        with tempfile.TemporaryDirectory() as folder:  # the variables are read when the kernels are loaded
+            return subprocess.run([sys.executable, *sys.argv], env=os.environ | sanitizers(folder)).returncode
     calls, faults = fuzz(arguments.seconds, arguments.seed)
     for line in (*(f"{name}: {number} calls" for name, number in calls.items()), *faults[:100]):
         print(line)

@@ -27,13 +27,13 @@ def commit() -> str:
         return "unknown"
 
 
-def made() -> dict[str, str]:
-    """The machine, the versions, the commit and the date of a measurement."""
+def provenance() -> str:
+    """The machine, the versions, the commit and the date of a measurement, in one line."""
     vectors, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"model name\s*: (.+)", info)
     cpu = f"{name[1] if name else platform.processor()}, {vectors}, {threads} thread(s)"
-    return {
+    made = {
         "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else cpu,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -41,11 +41,7 @@ def made() -> dict[str, str]:
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def provenance() -> str:
-    """`made` in one line."""
-    return "; ".join(f"{name} {value}" for name, value in made().items()) + "."
+    return "; ".join(f"{name} {value}" for name, value in made.items()) + "."
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -> list[str]:
@@ -58,15 +54,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], align: str = "") -
     return [top, f"|{'|'.join(delimiters)}|", *body, ""]
 
 
-def opening(title: str, doc: str | None, measured: str) -> list[str]:
-    """The first lines of a page: the command and the description of a recipe's docstring, and the provenance."""
+def publish(title: str, doc: str | None, measured: str, lines: Iterable[str], output: Path | None) -> str:
+    """Print a page, write it as `output`.md where one is given, and return it.
+
+    Before the lines it has the command and the description of a recipe's docstring, and what was measured, and where.
+    """
     command, _, about = (doc or "").partition("\n\n")[2].partition("\n\n")
-    return [f"# {title}", "", f"```\n{command.strip()}\n```", "", about.strip(), "", measured, ""]
-
-
-def publish(lines: Iterable[str], output: Path | None) -> str:
-    """Print a page, write it as `output`.md where one is given, and return it."""
-    page = "\n".join(lines).rstrip() + "\n"
+    top = [f"# {title}", f"```\n{command.strip()}\n```", about.strip(), measured]
+    page = "\n\n".join([*top, "\n".join(lines).rstrip()]) + "\n"
     print(page, end="")
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -20,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from page import opening, provenance, publish, table
+from page import provenance, publish, table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 
 from hf_qknorm import calibrate, logit_statistics, patch_model
 from hf_qknorm.measure.bounds import worst_bound
 from hf_qknorm.measure.predictions import predictions
-from hf_qknorm.measure.text import load_text, tokenize
+from hf_qknorm.measure.text import cut, load_text, tokenize
 from hf_qknorm.model.knees import knee_of
 from hf_qknorm.plots import INK, finish_axes, new_figure, save_figure
 
@@ -82,9 +82,8 @@ class Comparison:
         texts |= {Path(other).stem: load_text(other, limit=100_000) for other in options.others}
         self.judging = {name: self.sequences(text, JUDGED) for name, text in texts.items()}
 
-    def sequences(self, text: str, rows: int, length: int = LENGTH) -> list[dict[str, Tensor]]:
-        ids = tokenize(self.tokenizer, text[: 20 * rows * length])[: rows * length]
-        return [{"input_ids": row[None]} for row in ids[: len(ids) // length * length].view(-1, length)]
+    def sequences(self, text: str, rows: int) -> list[dict[str, Tensor]]:
+        return cut(tokenize(self.tokenizer, text[: 20 * rows * LENGTH])[: rows * LENGTH], 1, LENGTH)
 
     def kept(self, name: str) -> Row:
         """The knee, the bound, and rise, KL and agreement on each text."""
@@ -154,9 +153,8 @@ def main(command: list[str] | None = None) -> str:
                 file.write(json.dumps({"way": name} | done[name]) + "\n")
             print(name, flush=True)
     own = done.pop("own")["logit"]
-    page = opening(f"A real model: {Path(options.model).name}", __doc__, provenance())
-    page += kept_section({name: done[name] for name in WAYS}, own, options.out.with_suffix(".png"))
-    return publish(page, options.out)
+    lines = kept_section({name: done[name] for name in WAYS}, own, options.out.with_suffix(".png"))
+    return publish(f"A real model: {Path(options.model).name}", __doc__, provenance(), lines, options.out)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from bench_cpu import GENERATED, draw_tokens, generation, training_step
-from page import opening, provenance, publish, table
+from page import provenance, publish, table
 from timing import Times, beside_others, by_turns, cell, in_process, peak_of, ratio_cell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -102,17 +102,12 @@ def main(arguments: list[str] | None = None) -> str:
     done = {name: job(name, model, options.text, tokens) for name in JOBS}
     base, one = done["load"][0], done["pass"][0]
     rows = [
-        [
-            name,
-            f"{seconds:.1f}",
-            "" if name == "load" else f"{(seconds - base) / (one - base):.1f}",
-            f"{peak:,}",
-        ]
+        [name, f"{seconds:.1f}", "" if name == "load" else f"{(seconds - base) / (one - base):.1f}", f"{peak:,}"]
         for name, (seconds, peak) in done.items()
     ]
     lines += [f"## Jobs, {tokens:,} tokens", "", *table(["job", "seconds", "passes", "peak, MiB"], rows)]
-    top = opening(f"What a real model's conversion costs: {Path(model).name}", __doc__, provenance())
-    return publish([*top, *lines], options.out)
+    title = f"What a real model's conversion costs: {Path(model).name}"
+    return publish(title, __doc__, provenance(), lines, options.out)
 
 
 if __name__ == "__main__":

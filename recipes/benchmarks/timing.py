@@ -28,33 +28,33 @@ CALLS = 16  # between two events, at most: the queue to the device is not endles
 ENOUGH = 1.0  # ms between two events, at least, where so many calls take as long
 
 
-def by_turns(runs: dict[str, Callable[[], object]], turns: int) -> Times:
+def by_turns(
+    runs: dict[str, Callable[[], object]], turns: int, clock: Callable[[], float] = time.perf_counter
+) -> Times:
     """The milliseconds of each run on a CPU, after two turns to warm up; each turn begins with another run."""
     times: Times = {name: [] for name in runs}
     names = deque(runs)
     for turn in range(-2, turns):
         names.rotate()
         for name in names:
-            start = time.perf_counter()
+            start = clock()
             runs[name]()
             if turn >= 0:
-                times[name].append(1e3 * (time.perf_counter() - start))
+                times[name].append(1e3 * (clock() - start))
     return times
 
 
-def busy_seconds() -> tuple[float, float]:
-    """The CPU seconds of the whole machine, and of this process."""
+def others_seconds() -> float:
+    """The CPU seconds of all other programs on this machine so far."""
     user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
-    spent = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-    return spent, time.process_time()
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK") - time.process_time()
 
 
 def beside_others(measure: Callable[[], Result]) -> tuple[Result, str]:
     """The result of timings, and the CPUs that other programs used meanwhile, in words."""
-    (machine, own), start = busy_seconds(), time.perf_counter()
+    before, start = others_seconds(), time.perf_counter()
     result = measure()
-    machine, own = (after - before for after, before in zip(busy_seconds(), (machine, own), strict=True))
-    others = max(machine - own, 0) / (time.perf_counter() - start)
+    others = max(others_seconds() - before, 0) / (time.perf_counter() - start)
     return result, f"{os.cpu_count()} cores; other programs used {others:.2f} CPUs during the timings"
 
 

@@ -12,29 +12,29 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from page import ROOT, made, opening, publish, table
+from page import ROOT, provenance, publish, table
 
 __all__ = ["ROOT", "environment", "predictions", "table", "write_page"]
-MADE = made()  # of the commit that a run starts with
+MADE = provenance()  # of the commit that a run starts with
 
 
-def environment(folder: Path, *packages: str, without: tuple[str, ...] = (), seconds: int = 300) -> Path:
+def environment(folder: Path, *packages: str, without: tuple[str, ...] = ()) -> Path:
     """The python of a virtual environment with these packages, which is made if there is none.
 
     `without` are packages to remove again.
 
-    Raises RuntimeError if pip fails, or takes longer than `seconds`.
+    Raises RuntimeError if pip fails, or takes longer than five minutes.
     """
-    python = folder / "bin/python"
+    python = folder.absolute() / "bin/python"
     if not python.exists():
         venv.create(folder, with_pip=True)
         pip = [python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
         try:
-            subprocess.run([*pip, "install", *packages], check=True, timeout=seconds)
+            subprocess.run([*pip, "install", *packages], check=True, timeout=300)
             if without:
                 subprocess.run([*pip, "uninstall", "--yes", *without], check=True)
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            (folder / "bin/python").unlink()
+        except subprocess.SubprocessError as error:
+            python.unlink()
             raise RuntimeError(f"{' '.join(packages)} can't be installed: {error}") from error
     return python
 
@@ -54,5 +54,5 @@ def predictions(model: Any, prompts: list[list[int]], count: int) -> tuple[list[
 
 def write_page(title: str, doc: str | None, versions: dict[str, str], lines: list[str], out: Path) -> None:
     """Write a page: the recipe's description, versions and commit, and these lines."""
-    served, compared = (", ".join(f"{name} {value}" for name, value in x.items()) for x in (versions, MADE))
-    publish([*opening(title, doc, f"Engine: {served}. Compared with: {compared}."), *lines], out)
+    engine = ", ".join(f"{name} {value}" for name, value in versions.items())
+    publish(title, doc, f"Engine: {engine}. Compared with: {MADE}", lines, out)

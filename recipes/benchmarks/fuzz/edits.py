@@ -47,12 +47,11 @@ def _of(x: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _shapes(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    shapes = [
-        (*x.shape[:axis], size, *x.shape[axis + 1 :]) for axis in range(x.dim()) for size in _sizes(x.shape[axis])
-    ]
-    shapes += [x.shape[1:], (1, *x.shape), (*x.shape, 1), (x.numel(),)]
-    for shape in dict.fromkeys(map(tuple, shapes)):
-        if shape != tuple(x.shape):
+    own = tuple(x.shape)
+    shapes = [(*own[:axis], other, *own[axis + 1 :]) for axis, size in enumerate(own) for other in _sizes(size)]
+    shapes += [own[1:], (1, *own), (*own, 1), (x.numel(),)]
+    for shape in dict.fromkeys(shapes):
+        if shape != own:
             made = torch.zeros(shape, dtype=x.dtype)
             count = min(made.numel(), x.numel())
             made.view(-1)[:count] = x.reshape(-1)[:count]
@@ -77,11 +76,7 @@ def _layouts(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 def guarded(x: Tensor) -> tuple[Tensor, Tensor]:
     """A copy of x with its strides inside of other memory, and that memory, filled with NaN or the largest integer."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) if x.numel() else 0
-    poison = (
-        math.nan
-        if x.is_floating_point() or x.is_complex()
-        else (True if x.dtype == torch.bool else torch.iinfo(x.dtype).max)
-    )
+    poison = math.nan if x.is_floating_point() or x.is_complex() else x.dtype == torch.bool or torch.iinfo(x.dtype).max
     memory = x.new_full((span + 2 * GUARD,), poison)
     memory[GUARD : GUARD + span] = x.as_strided((span,), (1,), x.storage_offset())
     return memory.as_strided(x.shape, x.stride(), GUARD), memory

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, Final
 
-from fuzz.lines import FLOATING, HEADS, OF_Q, Line, Number, Sizes, Table, Values, is_finite
+from fuzz.lines import FLOATING, HEADS, OF_Q, Line, Number, Table, Values, is_finite
 from hf_qknorm.ops.cpu.norm_rope import KINDS
 
 MOST_COLUMNS: Final = 256
-
-
-def _shares(sizes: Sizes, values: Values) -> bool:
-    """Whether the query heads are a multiple of the key heads."""
-    return sizes["Hk"] >= 1 and sizes["H"] % sizes["Hk"] == 0
-
-
-def _like_cos(values: Values) -> bool:
-    return bool(values["sin"].shape == values["cos"].shape)
-
-
-def _holds(least: float, most: float = math.inf) -> Any:
-    return lambda x, values: isinstance(x, (int, float)) and least <= x <= most and math.isfinite(x)
 
 
 def _window(x: Any, values: Values) -> bool:
@@ -30,17 +16,18 @@ def _window(x: Any, values: Values) -> bool:
 
 
 COLUMNS: Final = (f"H ≥ 1, 1 ≤ D ≤ {MOST_COLUMNS}", lambda s, values: s["H"] >= 1 and 1 <= s["D"] <= MOST_COLUMNS)
-GROUPS: Final = ("H a multiple of Hk", _shares)
+GROUPS: Final = ("H a multiple of Hk", lambda s, values: s["Hk"] >= 1 and s["H"] % s["Hk"] == 0)
+LIKE_COS: Final = ("of the shape of cos", lambda s, values: values["sin"].shape == values["cos"].shape)
 ROTATES: Final = ("2R ≤ D", lambda s, values: 2 * s["R"] <= s["D"])
 SWITCH: Final = Number("true or false", lambda x, values: isinstance(x, bool))
 Q: Final = Line("B H T D", HEADS, limits=(COLUMNS,))
 KEYS: Final = Line("B Hk S D", OF_Q)
 COS: Final = Line("B/1 T R", FLOATING, optional=True, beside="sin", limits=(ROTATES,))
-SIN: Final = replace(COS, beside="cos", limits=(("of the shape of cos", lambda s, values: _like_cos(values)),))
+SIN: Final = replace(COS, beside="cos", limits=(LIKE_COS,))
 
 
 def _seeded(x: Any, values: Values) -> bool:
-    return _holds(0)(x, values) and x < 1 and (x == 0 or values["seed"] is not None)
+    return is_finite(x) and 0 <= x < 1 and (x == 0 or values["seed"] is not None)
 
 
 ATTENTION: Final[Table] = {
@@ -56,15 +43,7 @@ ATTENTION: Final[Table] = {
     "window": Number("≥ 1 with causality, ≥ 0 without, or none", _window),
     "dropout": Number("in [0, 1), with a seed above 0", _seeded),
 }
-OF_Q_HEADS: Final = Line("B H T D", OF_Q)
-FORWARD: Final[Table] = ATTENTION | {"gradients": SWITCH}
-BACKWARD: Final[Table] = ATTENTION | {
-    "grad": OF_Q_HEADS,
-    "out": OF_Q_HEADS,
-    "normaliser": Line("B H T 2", "fp32"),
-    "parts": Number("from 1 to 2²⁴", lambda x, values: 1 <= x <= 1 << 24),
-}
-MEASURE: Final[Table] = {name: line for name, line in ATTENTION.items() if name != "dropout"}
+LIKE_Q: Final = Line("B H T D", OF_Q)
 
 
 def norm(side: str, heads: str) -> Table:
@@ -79,7 +58,7 @@ def norm(side: str, heads: str) -> Table:
     }
 
 
-CPP_NORM_ROPE: Final[Table] = {
+NORM_ROPE: Final[Table] = {
     "q": Q,
     "k": Line("B Hk T D", OF_Q, optional=True, limits=(("Hk ≥ 1", lambda s, values: s["Hk"] >= 1),)),
     **norm("q", "H"),
@@ -88,16 +67,16 @@ CPP_NORM_ROPE: Final[Table] = {
     "sin": SIN,
     "interleaved": SWITCH,
 }
-CPP_NORM_ROPE_BACKWARD: Final[Table] = CPP_NORM_ROPE | {
-    "dq": Line("B H T D", OF_Q),
-    "dk": Line("B Hk T D", OF_Q, optional=True, beside="k"),
-}
-
-
 CPP: Final[dict[str, Table]] = {
-    "forward": FORWARD,
-    "measure": MEASURE,
-    "backward": BACKWARD,
-    "norm_rope": CPP_NORM_ROPE,
-    "norm_rope_backward": CPP_NORM_ROPE_BACKWARD,
+    "forward": ATTENTION | {"gradients": SWITCH},
+    "measure": {name: line for name, line in ATTENTION.items() if name != "dropout"},
+    "backward": ATTENTION
+    | {
+        "grad": LIKE_Q,
+        "out": LIKE_Q,
+        "normaliser": Line("B H T 2", "fp32"),
+        "parts": Number("from 1 to 2²⁴", lambda x, values: 1 <= x <= 1 << 24),
+    },
+    "norm_rope": NORM_ROPE,
+    "norm_rope_backward": NORM_ROPE | {"dq": LIKE_Q, "dk": Line("B Hk T D", OF_Q, optional=True, beside="k")},
 }

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +15,6 @@ from hf_qknorm.ops import library
 from qknorm_tests import interpreter
 
 interpreter.install()
-RECIPE = Path(bench.__file__)
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are interpreted only where no GPU is")
 
 
@@ -42,15 +37,8 @@ def rows(path):
 
 
 @pytest.mark.slow
-def test_the_small_mode_runs_completely(tmp_path):
-    run = subprocess.run(
-        [sys.executable, RECIPE, "--cpu", "--out", tmp_path / "found"],
-        env=os.environ | {"PYTHONPATH": str(RECIPE.parents[2]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
+def test_the_small_mode_runs_completely(run_recipe, tmp_path):
+    run_recipe("bench_attention.py", "--cpu", "--out", tmp_path / "found")
     found = rows(tmp_path / "found.csv")
     for named in bench.COMPARED:
         mine = [row for row in found if row["what"] == named.name]

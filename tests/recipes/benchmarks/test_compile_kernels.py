@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 import torch
@@ -60,13 +56,9 @@ def test_each_limit_is_checked(changes, complaint):
 
 
 @pytest.mark.slow
-def test_kernels_keep_their_limits_on_hopper():
+def test_kernels_keep_their_limits_on_hopper(run_recipe):
     """One of each: .ci/run compiles more, and prints the table."""
     cases = [x for case in ("capped 64", "step 64", "gluon, cap None") for x in ("--case", case)]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # it compiles
-    environment["PYTHONPATH"] = str(Path(recipe.__file__).parents[2])
-    command = [sys.executable, recipe.__file__, "--arch", "90", *cases, "--processes", "1"]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    printed = run_recipe("compile_kernels.py", "--arch", 90, *cases, "--processes", 1)
     for kernel in (*limits.KERNELS, "gluon_forward_kernel"):
-        assert f"| {kernel} | bf16" in run.stdout
+        assert f"| {kernel} | bf16" in printed
