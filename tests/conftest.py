@@ -137,6 +137,16 @@ def shared() -> Path:
 
 
 @pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory in which the examples of pages and docstrings run, with their files."""
+    from qknorm_tests.doc_examples import make_folder
+
+    make_folder(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
 def process_group(tmp_path: Path) -> Iterator[None]:
     """A distributed group of this process alone."""
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)

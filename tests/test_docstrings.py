@@ -5,13 +5,12 @@ from __future__ import annotations
 import doctest
 import inspect
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import hf_qknorm as qk
-from qknorm_tests.doc_examples import make_folder, names
+from qknorm_tests.doc_examples import names
 
 PUBLIC = [name for name in qk.__all__ if inspect.isclass(getattr(qk, name)) or inspect.isfunction(getattr(qk, name))]
 
@@ -46,13 +45,6 @@ def run(test: doctest.DocTest) -> list[str]:
     return failures
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_folder(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_a_docstring_begins_with_one_sentence():
     things = {name: getattr(qk, name) for name in PUBLIC}
     found = {
@@ -63,7 +55,7 @@ def test_a_docstring_begins_with_one_sentence():
     assert not {name: problem for name, problem in problems.items() if problem}
 
 
-@pytest.mark.usefixtures("folder")
+@pytest.mark.usefixtures("examples")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 @pytest.mark.parametrize("name", PUBLIC)
 def test_a_docstring_has_an_example_that_runs(name):

@@ -14,7 +14,6 @@ import textwrap
 import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -25,7 +24,7 @@ from typer.main import get_command
 
 from hf_qknorm import SCHEMES, cli
 from hf_qknorm.ops.norms import NORMS
-from qknorm_tests.doc_examples import make_folder, names
+from qknorm_tests.doc_examples import names
 from qknorm_tests.pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
 
 LANGUAGES = ("python", "bash", "text", "yaml")
@@ -58,13 +57,6 @@ def test_outputs_follow_the_code_that_prints_them():
     assert shown == len(all_snippets(WRITTEN, "text"))
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    make_folder(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def printed(snippet: Snippet) -> str:
     """The output of the snippet, run in the working directory."""
     out = io.StringIO()
@@ -83,7 +75,7 @@ def _tables_as_before() -> Iterator[None]:
         table.update(before)
 
 
-@pytest.mark.usefixtures("folder", "_tables_as_before")
+@pytest.mark.usefixtures("examples", "_tables_as_before")
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 @pytest.mark.parametrize("snippet", PYTHON, ids=str)
 def test_python_runs_and_prints_what_the_page_shows(snippet):

@@ -16,10 +16,10 @@ from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, checkpoint, conve
 from hf_qknorm.model.placement import is_offloaded
 from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.covering import covering
-from qknorm_tests.folders import contents, edit, loaded, logits, save, save_with_tokenizer
-from qknorm_tests.kneed import knees_of
+from qknorm_tests.folders import contents, edit, loaded, save, save_with_tokenizer
+from qknorm_tests.kneed import knees_of, logits
 from qknorm_tests.slow import slow_but
-from qknorm_tests.tables import PAIRS, make_batch, sharp_model, swept, trained_like
+from qknorm_tests.tables import PAIRS, assert_identical, make_batch, sharp_model, swept, trained_like
 from qknorm_tests.tiny import tiny_model
 
 TEXTS = ["to be, or not to be: that is the question. " * 12]
@@ -139,8 +139,7 @@ def test_layers_in_files_give_the_same_bits(model_type, tied, calibrated, tmp_pa
     files = {name: sorted((tmp_path / name).glob("*.safetensors")) for name in ("whole", "out")}
     assert max(path.stat().st_size for path in files["out"]) < max(path.stat().st_size for path in files["whole"])
     first, second = (ChainMap(*map(load_file, found)) for found in files.values())
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_identical(first, second)
     assert report == whole
     assert sorted(os.listdir(tmp_path)) == ["out", "source", "whole"]
 

@@ -18,6 +18,7 @@ from hf_qknorm.convert.card import PLACEHOLDER, write_card
 from hf_qknorm.files.names import PLOT, REPORT
 from qknorm_tests.folders import contents, save, save_with_tokenizer
 from qknorm_tests.hub import Hub
+from qknorm_tests.kneed import logits
 from qknorm_tests.tables import randomise
 from qknorm_tests.tiny import tiny_model
 
@@ -42,11 +43,6 @@ def checkpoint(folder: Path, **options: Any) -> Path:
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("{{ tools }}")
     return folder
-
-
-def logits(model: PreTrainedModel) -> torch.Tensor:
-    with torch.no_grad():
-        return model.eval()(torch.arange(40).reshape(2, 20)).logits
 
 
 def litter(folder: Path) -> None:

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.standalone.generate import add_standalone
+from qknorm_tests.folders import save
 from qknorm_tests.tables import assert_near, make_batch, randomise, sharp_model
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0)
@@ -25,9 +26,7 @@ CONFIGS: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory) -> tuple[PreTrainedModel, Path]:
     model = randomise(patch_model(sharp_model("llama", **WIDE), SCHEME), knee=4.0).eval()
-    folder = tmp_path_factory.mktemp("saved")
-    model.save_pretrained(folder)
-    return model, folder
+    return model, save(model, tmp_path_factory.mktemp("saved"))
 
 
 def quantised(name: str, folder: Path) -> PreTrainedModel:

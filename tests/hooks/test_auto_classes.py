@@ -20,7 +20,6 @@ from qknorm_tests.covering import covering
 from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
 
 OTHER_TYPES = ("bart", "bert", "clip_text_model", "deit", "siglip_vision_model", "whisper")
-TOKENIZERS = (None, "GPT2Tokenizer", "LlamaTokenizer", "PreTrainedTokenizerFast")
 CHECKPOINTS = ("llama-shakespeare", "gpt2-shakespeare")
 
 

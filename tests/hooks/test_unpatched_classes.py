@@ -24,7 +24,7 @@ from hf_qknorm.model import derived
 from hf_qknorm.model.load_checks import UnpatchedClassError
 from hf_qknorm.standalone.notice import NOTICES
 from qknorm_tests.children import child
-from qknorm_tests.folders import edit
+from qknorm_tests.folders import edit, save
 from qknorm_tests.tables import randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
 from qknorm_tests.tiny_towers import tiny_towers
@@ -66,9 +66,7 @@ for folder in sys.argv[1:]:
 
 @pytest.fixture(scope="module", params=[NORMED, Scheme(softcap=5.0)], ids=["normed", "capped"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("patched")
-    randomise(patch_model(sharp_model("llama"), request.param)).save_pretrained(folder)
-    return folder
+    return save(randomise(patch_model(sharp_model("llama"), request.param)), tmp_path_factory.mktemp("patched"))
 
 
 @pytest.mark.parametrize("way", WAYS)

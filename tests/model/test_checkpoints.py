@@ -24,6 +24,7 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering
+from qknorm_tests.folders import save
 from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_settings
 
@@ -56,9 +57,7 @@ def keys(folder: Path) -> set[str]:
 def saved(request, tmp_path_factory):
     """A patched model with random gains, and the folder that it was saved to."""
     model = patched(*request.param)
-    folder = tmp_path_factory.mktemp("saved")
-    model.save_pretrained(folder)
-    return model, folder
+    return model, save(model, tmp_path_factory.mktemp("saved"))
 
 
 @pytest.mark.parametrize(("saved", "loading"), covering(MODELS, LOADING, strength=1), indirect=["saved"])

@@ -15,6 +15,7 @@ from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.ops.cpu import build
 from qknorm_tests.covering import covering
+from qknorm_tests.folders import save
 from qknorm_tests.tables import applies, assert_near, fingerprint, make_batch, randomise, real, sharp_model
 
 PRESETS = ("none", "soft_cap", "qk_norm_cap", "henry")
@@ -36,9 +37,7 @@ def device_map(model: PreTrainedModel) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("checkpoint")
-    sharp_model(request.param).save_pretrained(folder)
-    return folder
+    return save(sharp_model(request.param), tmp_path_factory.mktemp("checkpoint"))
 
 
 def offloaded(folder: Path, tmp_path: Path, **options: str) -> PreTrainedModel:

@@ -6,9 +6,9 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import SCHEMES, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.gains import rescale_folded_weights
@@ -16,17 +16,13 @@ from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.fold import is_exact
 from hf_qknorm.model.install import as_unpatched
 from qknorm_tests.covering import covering
+from qknorm_tests.kneed import logits
 from qknorm_tests.tables import MODEL_TYPES, Codes, applies, assert_near, fingerprint, make_batch, trained_like
 from qknorm_tests.tiny import TINY
 
 FOLDED = Scheme(q="auto", k="auto", v="auto", pre_norm=False, eps=1e-12)
 KEPT = Scheme(q="auto", k="auto", v="auto", eps=1e-12)
 TYPES = [model_type for model_type in MODEL_TYPES if applies(model_type, SCHEMES["qkv_norm"])]
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad():
-        return model(**make_batch("plain")).logits
 
 
 @pytest.mark.parametrize(("model_type", "spread"), covering(TYPES, [False, True], strength=1))

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 
 from qknorm_tests.covering import covering
-from qknorm_tests.tables import BATCHES, applies, sharp_model
+from qknorm_tests.tables import BATCHES, applies, assert_same, sharp_model
 
 pytest.importorskip("triton", reason="needs Triton, which comes with torch on CUDA and with the test extra")
 from hf_qknorm import SCHEMES, Scheme, patch_model, set_knee
@@ -26,7 +26,7 @@ from hf_qknorm.ops import library, reference
 from hf_qknorm.ops.triton import attention as triton_attention
 from hf_qknorm.ops.triton import norm_rope
 from qknorm_tests.error_budget import error
-from qknorm_tests.kernel_models import DEVICE, OTHERS, assert_same, batch, counted, outputs, patched
+from qknorm_tests.kernel_models import DEVICE, OTHERS, batch, counted, outputs, patched
 from qknorm_tests.random_qkv import make_qkv
 
 TYPES = ("gemma2", "gpt2", "gpt_neox", "llama", "mistral")  # caps and windows, no RoPE, partial RoPE, plain, windows

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_qknorm.small_model import byte_tokenizer
-from qknorm_tests.tables import make_batch
 
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
@@ -25,11 +23,6 @@ def save_with_tokenizer(model: PreTrainedModel, folder: Path, **options: Any) ->
     """Save a model, of 257 tokens at least, and the demo's tokenizer of bytes."""
     byte_tokenizer().save_pretrained(folder)
     return save(model, folder, **options)
-
-
-def logits(model: PreTrainedModel) -> Tensor:
-    with torch.no_grad():
-        return model.eval()(**make_batch("left")).logits
 
 
 def loaded(folder: Path) -> PreTrainedModel:

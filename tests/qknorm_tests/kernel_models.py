@@ -30,12 +30,6 @@ def outputs(model: Any, backend: str, kind: str, use_cache: bool = False) -> dic
     return {"logits": result.logits.detach(), "loss": result.loss.detach(), **grads}
 
 
-def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(got[name], value, rtol=2e-4, atol=2e-5 * float(value.abs().max()) + 1e-7, msg=name)
-
-
 OTHERS = {
     "l2, knee": Scheme(q="l2", k="l2", scale=8.0, gain="per_head", softcap=50.0),
     "lp, knee": Scheme(q="lp", k="lp", p=3.0, scale=8.0),

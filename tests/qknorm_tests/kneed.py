@@ -65,7 +65,8 @@ def norms(model: Any) -> list[HeadNorm]:
 
 @torch.no_grad()
 def logits(model: Any, kind: str = "left") -> Tensor:
-    return model(**make_batch(kind, labels=False)).logits
+    """The logits without dropout."""
+    return model.eval()(**make_batch(kind, labels=False)).logits
 
 
 def wrapped(model: PreTrainedModel, *, fresh: bool = False) -> peft.PeftModel:

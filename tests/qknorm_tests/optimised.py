@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from qknorm_tests.tables import make_batch, sharp_model
@@ -31,8 +30,3 @@ def train(model: PreTrainedModel, optimizer: torch.optim.Optimizer, steps: int =
         model(**make_batch("plain")).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def assert_same(model: nn.Module, other: nn.Module) -> None:
-    for (name, p), expected in zip(model.named_parameters(), other.parameters(), strict=True):
-        assert torch.equal(p, expected), name

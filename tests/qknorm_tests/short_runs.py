@@ -45,12 +45,6 @@ def losses(run: Trainer) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
-def assert_equal_weights(actual: nn.Module, expected: nn.Module) -> None:
-    state = actual.state_dict()
-    for name, value in expected.state_dict().items():
-        assert torch.equal(state[name], value), name
-
-
 class SaveAt(TrainerCallback):
     """Ends training after a step with a checkpoint, like a killed job, without changing its schedule."""
 

@@ -225,6 +225,13 @@ def assert_identical(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
         assert torch.equal(actual[name], value), name
 
 
+def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 2e-4, least: float = 1e-7) -> None:
+    """Fail unless each tensor is near the other of its name, relative to itself and to its largest number."""
+    assert got.keys() == expected.keys()
+    for name, x in expected.items():
+        torch.testing.assert_close(got[name], x, rtol=rtol, atol=rtol / 10 * float(x.abs().max()) + least, msg=name)
+
+
 def trained_like(model_type: str, *, biases: bool = True, **settings: Any) -> PreTrainedModel:
     """A model whose norms and projections have gains and biases that differ from channel to channel."""
     model = sharp_model(model_type, **settings)

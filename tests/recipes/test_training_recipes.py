@@ -81,9 +81,8 @@ def test_two_processes_train_as_one(text, tmp_path):
     run = subprocess.run(two, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert f"| after 4 steps | {one['after 4 steps']:.4f} |" in run.stdout
-    weights = [load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two")]
-    for name, weight in weights[0].items():
-        torch.testing.assert_close(weights[1][name], weight, atol=1e-5, rtol=1e-4, msg=name)
+    weights = (load_file(tmp_path / folder / "model.safetensors") for folder in ("one", "two"))
+    torch.testing.assert_close(*weights, atol=1e-5, rtol=1e-4)
 
 
 def test_muon_clip_lowers_the_largest_logit_and_resumes(text, checkpoint, tmp_path):

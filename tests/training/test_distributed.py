@@ -11,7 +11,6 @@ import torch
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from safetensors.torch import load_file
-from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -21,9 +20,8 @@ from hf_qknorm import QKClip, patch_model
 from qknorm_tests import distributed_run as job
 from qknorm_tests.kneed import knees_of, logits, set_shapes
 from qknorm_tests.pair import run_in_turn
-from qknorm_tests.short_runs import assert_equal_weights
 from qknorm_tests.slow import slow_but
-from qknorm_tests.tables import make_batch, sharp_model
+from qknorm_tests.tables import assert_identical, assert_same, make_batch, sharp_model
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
 FEW = ("shared",)  # without `-m slow`
@@ -35,13 +33,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 def ran(tmp_path_factory) -> Callable[[str], Path]:
     """The folder with the results of a task in two processes."""
     return run_in_turn(tmp_path_factory, "distributed_run", FEW, [*job.TASKS])
-
-
-def assert_equal_gradients(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, gradient in expected.items():
-        scale = float(gradient.abs().max())
-        torch.testing.assert_close(actual[name], gradient, atol=1e-5 * scale, rtol=1e-4, msg=name)
 
 
 @pytest.mark.costly
@@ -56,14 +47,15 @@ def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
     assert sum("q_norm" in name for name in expected) == (2 if case == "scalar" else 4)
     found = load_file(ran(case) / f"{case} {way}.safetensors")
     torch.testing.assert_close(found.pop("loss"), loss.detach(), rtol=1e-6, atol=0)
-    assert_equal_gradients(found, expected)
+    assert_same(found, expected, rtol=1e-4, least=0)
 
 
 @pytest.mark.slow
 def test_adapters_and_their_norms_train_in_two_processes_as_in_one(ran):
     model = job.adapted()
     model(**make_batch("plain")).loss.backward()
-    assert_equal_gradients(load_file(ran("adapter") / "adapter.safetensors"), job.gradients(model))
+    found = load_file(ran("adapter") / "adapter.safetensors")
+    assert_same(found, job.gradients(model), rtol=1e-4, least=0)
 
 
 @pytest.mark.costly
@@ -75,7 +67,7 @@ def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, ran):
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     assert type(loaded) is type(expected)
     assert json.loads((folder / "config.json").read_text())["architectures"] == [type(expected).__name__]
-    assert_equal_weights(loaded, expected)
+    assert_identical(loaded.state_dict(), expected.state_dict())
 
 
 def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
@@ -100,8 +92,7 @@ def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
 def test_a_model_of_the_meta_device_takes_the_knees_that_rank_0_sends(ran):
     found = load_file(ran("sent") / "sent.safetensors")
     expected = knees_of(job.made("shared"))
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(knee, expected[name]) for name, knee in found.items())
+    assert_identical(found, expected)
 
 
 def test_a_clip_changes_the_shards(process_group):
@@ -122,8 +113,7 @@ def test_quack_and_clips_train_in_two_processes_as_in_one(model_type, way, ran):
     model = job.ruled(model_type)
     assert job.train(model, job.rules(model), range(job.STEPS), slice(None)) > 1
     found = load_file(ran(model_type) / f"{model_type}, {way}.safetensors")
-    for name, p in model.state_dict().items():
-        torch.testing.assert_close(found[name], p, rtol=1e-6, atol=1e-6, msg=name)  # logits are shared in fp32
+    torch.testing.assert_close(found, dict(model.state_dict()), rtol=1e-6, atol=1e-6)  # logits are shared in fp32
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.yaml")))

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 
 from hf_qknorm import Scheme, patch_model, peft_modules_to_save
 from hf_qknorm.model.derived import QKNormModel
+from qknorm_tests.kneed import logits
 from qknorm_tests.short_runs import SaveAt, trainer
-from qknorm_tests.tables import assert_near, make_batch, sharp_model
+from qknorm_tests.tables import assert_near, sharp_model
 
 SCHEME = Scheme(q="rms", k="layer", v="rms", bias=True, softcap=5.0)
 WIDE = {"intermediate_size": 128}  # a multiple of the blocks of 4-bit weights
@@ -40,11 +41,6 @@ def adapted(kind: str, base: Path) -> peft.PeftModel:
     torch.manual_seed(0)
     kept = {"modules_to_save": peft_modules_to_save(model), "task_type": "CAUSAL_LM"}
     return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, **kept, **KINDS[kind]))
-
-
-@torch.no_grad()
-def logits(model: Any) -> Tensor:
-    return model.eval()(**make_batch("left", labels=False)).logits
 
 
 def trained_norms(model: peft.PeftModel) -> dict[str, Tensor]:
