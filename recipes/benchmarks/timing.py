@@ -22,15 +22,14 @@ from typing import TypeVar
 import torch
 
 Result = TypeVar("Result")
+Run = Callable[[], object]
 Times = dict[str, list[float]]  # milliseconds, turn by turn
 CYCLES = 2_000_000  # of the GPU's clock, in a millisecond: a little more than there are
 CALLS = 16  # between two events, at most: the queue to the device is not endless
 ENOUGH = 1.0  # ms between two events, at least, where so many calls take as long
 
 
-def by_turns(
-    runs: dict[str, Callable[[], object]], turns: int, clock: Callable[[], float] = time.perf_counter
-) -> Times:
+def by_turns(runs: dict[str, Run], turns: int, clock: Callable[[], float] = time.perf_counter) -> Times:
     """The milliseconds of each run on a CPU, after two turns to warm up; each turn begins with another run."""
     times: Times = {name: [] for name in runs}
     names = deque(runs)
@@ -64,19 +63,19 @@ def in_process(run: Callable[[], Result]) -> Result:
         return pool.submit(run).result()
 
 
-def peak_of(run: Callable[[], object]) -> int:
+def peak_of(run: Run) -> int:
     """The largest resident size while it runs, in MiB."""
     Path("/proc/self/clear_refs").write_text("5")  # ru_maxrss would count earlier peaks, those of the parent too
     run()
     return _resident("VmHWM")
 
 
-def peak_rise(build: Callable[[], Callable[[], object]]) -> int:
+def peak_rise(build: Callable[[], Run]) -> int:
     """The MiB by which the peak of a function from `build` is above the size before it, in a process of its own."""
     return in_process(partial(_rise, build))
 
 
-def _rise(build: Callable[[], Callable[[], object]]) -> int:
+def _rise(build: Callable[[], Run]) -> int:
     run, before = build(), _resident("VmRSS")
     return peak_of(run) - before
 
