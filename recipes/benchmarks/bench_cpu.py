@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from page import provenance, publish, table
-from timing import Times, beside_others, by_turns, cell, peak_rise, ratio_cell
+from timing import Times, Work, beside_others, by_turns, cell, peak_rise, ratio_cell
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
@@ -144,7 +144,7 @@ def draw_tokens(*shape: int, vocabulary: int = 2048) -> Tensor:
     return torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0))
 
 
-def training_step(model: Any, tokens: Tensor) -> Callable[[], object]:
+def training_step(model: Any, tokens: Tensor) -> Work:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -156,7 +156,7 @@ def training_step(model: Any, tokens: Tensor) -> Callable[[], object]:
 
 
 @torch.no_grad()
-def generation(model: Any, tokens: Tensor) -> Callable[[], object]:
+def generation(model: Any, tokens: Tensor) -> Work:
     """A function that takes `GENERATED` steps over the keys of these tokens."""
     cache = DynamicCache(config=model.config)
     forward = partial(model, use_cache=True, logits_to_keep=1, **{CACHE: cache})
@@ -171,7 +171,7 @@ def generation(model: Any, tokens: Tensor) -> Callable[[], object]:
     return run
 
 
-def long_step(name: str, checkpointed: bool) -> Callable[[], object]:
+def long_step(name: str, checkpointed: bool) -> Work:
     """A training step of a long text, by an optimiser that has its state."""
     model = llama(name).train()
     if checkpointed:

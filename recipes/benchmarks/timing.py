@@ -22,14 +22,14 @@ from typing import TypeVar
 import torch
 
 Result = TypeVar("Result")
-Run = Callable[[], object]
+Work = Callable[[], object]
 Times = dict[str, list[float]]  # milliseconds, turn by turn
 CYCLES = 2_000_000  # of the GPU's clock, in a millisecond: a little more than there are
 CALLS = 16  # between two events, at most: the queue to the device is not endless
 ENOUGH = 1.0  # ms between two events, at least, where so many calls take as long
 
 
-def by_turns(runs: dict[str, Run], turns: int, clock: Callable[[], float] = time.perf_counter) -> Times:
+def by_turns(runs: dict[str, Work], turns: int, clock: Callable[[], float] = time.perf_counter) -> Times:
     """The milliseconds of each run on a CPU, after two turns to warm up; each turn begins with another run."""
     times: Times = {name: [] for name in runs}
     names = deque(runs)
@@ -63,19 +63,19 @@ def in_process(run: Callable[[], Result]) -> Result:
         return pool.submit(run).result()
 
 
-def peak_of(run: Run) -> int:
+def peak_of(run: Work) -> int:
     """The largest resident size while it runs, in MiB."""
     Path("/proc/self/clear_refs").write_text("5")  # ru_maxrss would count earlier peaks, those of the parent too
     run()
     return _resident("VmHWM")
 
 
-def peak_rise(build: Callable[[], Run]) -> int:
+def peak_rise(build: Callable[[], Work]) -> int:
     """The MiB by which the peak of a function from `build` is above the size before it, in a process of its own."""
     return in_process(partial(_rise, build))
 
 
-def _rise(build: Callable[[], Run]) -> int:
+def _rise(build: Callable[[], Work]) -> int:
     run, before = build(), _resident("VmRSS")
     return peak_of(run) - before
 
@@ -137,7 +137,7 @@ class Clock:
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size if self.cuda else 0
         return max(2, 1 + 2 * cache // size)
 
-    def race(self, runs: dict[str, Run], turns: int) -> None:
+    def race(self, runs: dict[str, Work], turns: int) -> None:
         """Time all runs by turns; a run that fails is out of the race."""
         for run in runs.values():
             self._guarded(run, self._warm)

@@ -14,8 +14,6 @@ from fuzz.tables import CPP
 from hf_qknorm.ops.cpu import build
 from hf_qknorm.ops.cpu.norm_rope import KINDS
 
-SHARPNESSES = (1.0, 2.0, 5.5, 8.0)
-
 
 class Target(NamedTuple):
     """An operator: its table, its arguments for a seed, and its call, which returns its results."""
@@ -50,7 +48,7 @@ class _Draw:
         return self.normal(*shape, dtype=self.random.choice((self.dtype, torch.float32)))
 
     def norm(self, side: str, heads: int) -> Values:
-        shape = torch.tensor([1.5, self.random.choice((0.0, 2.0)), self.random.choice(SHARPNESSES)])
+        shape = torch.tensor([1.5, self.random.choice((0.0, 2.0)), self.random.choice((1.0, 2.0, 5.5, 8.0))])
         values = {
             "kind": self.random.choice(KINDS[1:]),
             "gain": self.maybe(lambda: self.parameter(heads)),
