@@ -55,9 +55,8 @@ def make_call(
 
     Raises ValueError for arguments that no implementation takes, or that do not fit.
     """
-    for name in UNSUPPORTED.keys() & others.keys():
-        if others[name] is not None:
-            kind, instead = UNSUPPORTED[name]
+    for name, (kind, instead) in UNSUPPORTED.items():
+        if others.get(name) is not None:
             raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
     heads = _in_one_dtype(heads)
     q, k, v, *_ = heads
@@ -67,10 +66,8 @@ def make_call(
     causal, window, ranges, mask = False, None, None, None
     if attention_mask is None:
         # Causal with one query too: a window looks back only. The window of an unpatched layer is in its masks.
-        causal, window = (
-            _is_causal(module) if is_causal is None else bool(is_causal),
-            sliding_window if patched else None,
-        )
+        causal = _is_causal(module) if is_causal is None else bool(is_causal)
+        window = sliding_window if patched else None
         if causal and 1 < q.shape[2] < k.shape[2]:  # a static cache's first call: the rest of it is empty
             heads = heads._replace(k=k[:, :, : q.shape[2]], v=v[:, :, : q.shape[2]])
     elif is_ranges(attention_mask):  # these include causality, window and padding
@@ -81,7 +78,7 @@ def make_call(
     else:
         mask = attention_mask
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    call = Call(heads, Visible(ranges, s_aux, None, mask), Options(scale, softcap, causal, window, dropout))
+    call = Call(heads, Visible(ranges, s_aux, mask=mask), Options(scale, softcap, causal, window, dropout))
     if cu_seq_lens_q is not None:
         call = _within_sequences(call, cu_seq_lens_q)
     if position_bias is not None:

@@ -33,7 +33,7 @@ SIDE_FILE = re.compile(rf"(?!\.)({'|'.join(map(translate, _PATTERNS))}|(?i:{LICE
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the names of a checkpoint's files, relative to its folder: weights, and `side_files`.
+    """Return the names of a checkpoint's files in its folder: weights, configs, tokenizer, templates and licence.
 
     Raises ValueError for a link out of the folder: a copy could publish a private file.
     """
@@ -45,7 +45,7 @@ def model_files(folder: Path) -> list[Path]:
 
 
 def side_files(folder: Path) -> list[Path]:
-    """`model_files` without weights."""
+    """Return `model_files` without the weights. Raises ValueError as it does."""
     return [file for file in model_files(folder) if not WEIGHTS.fullmatch(file.name)]
 
 

@@ -101,10 +101,10 @@ def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Ite
 
 def check_none_left(model: PreTrainedModel, unexpected: Iterable[str]) -> None:
     """Raise UnpatchedClassError for a norm's knee in the weights, in a layer that a model has without a scheme."""
-    names, prefix = dict(model.named_modules()), f"{model.base_model_prefix}."
+    names, prefix = {name for name, _ in model.named_modules()}, f"{model.base_model_prefix}."
     for key in sorted(key for key in unexpected if key.endswith("_norm.knee")):
         layer = key.rpartition(".")[0].rpartition(".")[0]
-        if {layer, f"{prefix}{layer}", layer.removeprefix(prefix)} & names.keys():
+        if {layer, f"{prefix}{layer}", layer.removeprefix(prefix)} & names:
             raise UnpatchedClassError(
                 f"{_place(model)}: {key} is the weight of a norm that a {type(model).__name__} does not have, by its "
                 "config. Restore the config.json that belongs to these weights"

@@ -55,7 +55,9 @@ def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
     `options` are the arguments of `from_pretrained`. A report of another scheme, with unknown fields, or with numbers
     that are not finite, is left out with a warning: the model's next save would pass it on.
     """
-    found = name and cached_file(
+    if name is None:
+        return
+    found = cached_file(
         name,
         REPORT,
         _raise_exceptions_for_gated_repo=False,
@@ -64,7 +66,7 @@ def load_record(model: Any, name: Any, options: Mapping[str, Any]) -> None:
         _commit_hash=getattr(model.config, "_commit_hash", None),
         **{key: options[key] for key in HUB_OPTIONS if key in options},
     )
-    if not found:
+    if found is None:
         return
     try:
         report = Calibration.load(found)
