@@ -55,10 +55,12 @@ def make_call(
 
     Raises ValueError for arguments that no implementation takes, or that do not fit.
     """
-    for name, (kind, instead) in UNSUPPORTED.items():
-        if others.get(name) is not None:
+    for name, value in others.items():
+        if name in UNSUPPORTED and value is not None:
+            kind, instead = UNSUPPORTED[name]
             raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
-    heads = _in_one_dtype(heads)
+    if not heads.q.dtype == heads.k.dtype == heads.v.dtype:
+        heads = _in_one_dtype(heads)
     q, k, v, *_ = heads
     patched = hasattr(module, "scheme")
     if patched and module.runs_own_forward:
@@ -129,9 +131,9 @@ def with_ranges(call: Call, start: Tensor, stop: Tensor) -> Call:
 
 
 def _in_one_dtype(heads: Heads) -> Heads:
-    """The heads in autocast's dtype if theirs differ, as with a cache in another one: SDPA gets them so as well."""
+    """Heads that differ, as with a cache in another dtype, in autocast's: SDPA gets them so as well."""
     q, k, v = heads[:3]
-    if q.dtype == k.dtype == v.dtype or not torch.is_autocast_enabled(q.device.type):
+    if not torch.is_autocast_enabled(q.device.type):
         return heads
     dtype = torch.get_autocast_dtype(q.device.type)
     return heads._replace(q=q.to(dtype), k=k.to(dtype), v=v.to(dtype))

@@ -75,8 +75,9 @@ def choose(call: Call) -> Choice:
         reasons.append(reason)
     if device not in ("cuda", "cpu"):
         reasons.append("the kernels are for NVIDIA GPUs and CPUs")
-    log_once(f"runs {implementation.words}", f": {'; '.join(reasons)}" if reasons else "")
-    return Choice(implementation, "; ".join(reasons) or None)
+    reason = "; ".join(reasons) or None
+    log_once(f"runs {implementation.words}", reason)
+    return Choice(implementation, reason)
 
 
 def device_type(x: Tensor) -> str:
@@ -84,9 +85,9 @@ def device_type(x: Tensor) -> str:
     return x.device.type
 
 
-def log_once(message: str, details: str = "") -> None:
-    """Log a message at info level, with the details of its first time, once a process; a traced graph is silent."""
+def log_once(message: str, reason: str | None = None) -> None:
+    """Log a message at info level, with the reason of its first time, once a process; a traced graph is silent."""
     if message in _logged or torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO):
         return
     _logged.add(message)
-    logger.info("hf_qknorm attention %s%s", message, details)
+    logger.info("hf_qknorm attention %s%s", message, "" if reason is None else f": {reason}")

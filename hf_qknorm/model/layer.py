@@ -55,7 +55,8 @@ class QKNormAttention(nn.Module):
         is cross-attention. Other arguments are passed to the attention function.
         """
         style, cache = self.family.style, layer_past if past_key_values is None else past_key_values
-        states, taken = kwargs.pop("key_value_states", None), {name: kwargs.pop(name, None) for name in style.arguments}
+        states = kwargs.pop("key_value_states", None)
+        taken = {name: kwargs.pop(name, None) for name in style.arguments} if style.arguments else {}
         options = kwargs | self.attention_options()
         backend: str = self.config._attn_implementation  # once: to read a config takes as long as a small operator
         if states is not None:
@@ -69,7 +70,7 @@ class QKNormAttention(nn.Module):
         if style.parts is None:
             if backend in servers.SERVER_BACKENDS:
                 servers.check_heads(self, q, k, v, options)
-            v = self.normed("v_norm", v)
+            v = self.normed("v_norm", v) if "v_norm" in self._modules else v
         if cache is None and isinstance(attention_mask, Tensor):
             check_keys(attention_mask, q.shape[2])
 
@@ -127,14 +128,10 @@ class QKNormAttention(nn.Module):
 
     def normed(self, name: str, x: Tensor) -> Tensor:
         """Apply the scheme's norm of that name to x `[B, H, T, D]`, if there is one."""
-        if (norm := self.norm_module(name)) is None:
+        if (norm := self._modules.get(name)) is None:
             return x
         made = raw_heads.normed(norm, x)
         return norm(x.transpose(1, 2)).transpose(1, 2) if made is None else made
-
-    def norm_module(self, name: str) -> nn.Module | None:
-        """The scheme's norm of that name; None without one."""
-        return self._modules.get(name)
 
     @property
     def is_unchanged(self) -> bool:
@@ -169,7 +166,7 @@ class QKNormAttention(nn.Module):
     @property
     def logit_scale(self) -> float:
         """The factor of q·k: the scheme's scale, or the model's own where there is none."""
-        return self.own_scale if self.scheme.scale is None else self.scheme.scale
+        return self.family.style.scale(self) if self.scheme.scale is None else self.scheme.scale
 
     @property
     def own_scale(self) -> float:

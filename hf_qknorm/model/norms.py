@@ -137,9 +137,8 @@ class HeadNorm(nn.Module):
         knee: Any = self._buffers["knee"]
         if torch.is_grad_enabled():  # it may move before the backward pass
             knee = knee.clone()
-        if "weight" not in own or "bias" not in own:  # parametrizations and FSDP keep them elsewhere
-            own = {"weight": self.weight, "bias": self.bias}
-        gain, bias = own["weight"], own["bias"]
+        # Parametrizations and FSDP keep them elsewhere
+        gain, bias = (own["weight"], own["bias"]) if len(own) == 2 else (self.weight, self.bias)
         if isinstance(gain, DTensor) or isinstance(bias, DTensor):  # under tensor parallelism: this rank's part
             gain, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (gain, bias))
         return Norm(self.norm, gain, bias, self.eps, self.p, knee)
@@ -183,20 +182,9 @@ def active_copy(module: Any) -> nn.Module | None:
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether calling the module runs its class's `forward`, after what `run_pre_hooks` runs, and nothing else."""
-    own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
-    if own or module._forward_pre_hooks_with_kwargs or "forward" in vars(module):
-        return False
-    return not _has_any_global_hook()  # type: ignore[no-untyped-call]
-
-
-def run_pre_hooks(module: nn.Module, x: Tensor) -> Tensor:
-    """The input of the module after its forward pre-hooks, such as those of an observer, which may replace it."""
-    for hook in module._forward_pre_hooks.values():
-        replaced = hook(module, (x,))
-        if replaced is not None:
-            x = replaced[0] if isinstance(replaced, tuple) else replaced
-    return x
+    """Whether calling the module runs its class's `forward` alone."""
+    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return not (hooks or "forward" in vars(module) or _has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def initial_scalar_gain(scheme: Scheme, norm: str, max_positions: int, head_dim: int, scale: float) -> float:

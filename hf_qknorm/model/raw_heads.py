@@ -13,7 +13,7 @@ from hf_qknorm.attend.calls import as_results, is_ranges, make_call
 from hf_qknorm.attend.functions import weights_wanted
 from hf_qknorm.attend.implementations import TRITON, device_type
 from hf_qknorm.families.style import add_to_cache
-from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked, run_pre_hooks
+from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import norm_rope as cpp
 from hf_qknorm.ops.types import Heads, Norm, Rotary
@@ -32,7 +32,7 @@ def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> 
     if heads is None or heads.q_norm.kind == heads.k_norm.kind == "none":
         return None
     kernels = _kernels(heads)
-    return None if kernels is None else kernels.norm_rope(_after_hooks(layer, heads))
+    return None if kernels is None else kernels.norm_rope(heads)
 
 
 def normed(module: nn.Module, x: Tensor) -> Tensor | None:
@@ -40,7 +40,7 @@ def normed(module: nn.Module, x: Tensor) -> Tensor | None:
     norm = None if torch.compiler.is_exporting() else as_norm(module)
     if norm is None or norm.kind == "none" or (kernels := _kernels(Heads(x, x, x, norm))) is None:
         return None
-    return kernels.norm_rope_one(_after_pre_hooks(module, x), norm, None)
+    return kernels.norm_rope_one(x, norm, None)
 
 
 def _kernels(heads: Heads) -> Any:
@@ -73,7 +73,6 @@ def fused_attention(
     heads = raw_heads(layer, q, k, v, positions)
     if heads is None or library.why_not_fused(heads) is not None:
         return None
-    heads = _after_hooks(layer, heads)
     call = make_call(layer, heads, mask, **options)
     if cache is not None:
         add_to_cache(cache, library.norm_rope_one(heads.k, heads.k_norm, heads.rotary), v, slot, options)
@@ -82,7 +81,7 @@ def fused_attention(
 
 
 def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> Heads | None:
-    """Heads with their norms and rotation; None if a hook, or a module of another's, must run in a norm's place."""
+    """Heads with their norms and rotation; None if a hook or another module must run in a norm's place."""
     modules = layer._modules
     q_norm, k_norm = as_norm(modules.get("q_norm")), as_norm(modules.get("k_norm"))
     if q_norm is None or k_norm is None:
@@ -93,33 +92,13 @@ def raw_heads(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> He
 
 
 def as_norm(module: Any) -> Norm | None:
-    """A layer's norm, the identity without one; None if its hooks do not end before it."""
-    if type(module) is HeadNorm:
-        return module.as_norm() if is_unhooked(module) else None
-    if (norm := active_copy(module)) is None:
+    """A layer's norm, the identity without one; None if a hook or another module must run in its place."""
+    norm = active_copy(module)
+    if norm is None:
         return Norm()
-    if not is_unhooked(norm) or (norm is not module and not is_unhooked(module)):
+    if type(norm) is not HeadNorm or not is_unhooked(norm) or (norm is not module and not is_unhooked(module)):
         return None
-    if type(norm) is nn.Identity:  # it has hooks of an observer
-        return Norm()
-    return norm.as_norm() if type(norm) is HeadNorm else None
-
-
-def _after_hooks(layer: Any, heads: Heads) -> Heads:
-    """Heads after the hooks before the layer's norms, which run once: after the choice of a kernel."""
-    modules = layer._modules
-    q, k = _after_pre_hooks(modules.get("q_norm"), heads.q), _after_pre_hooks(modules.get("k_norm"), heads.k)
-    return heads if q is heads.q and k is heads.k else heads._replace(q=q, k=k)
-
-
-def _after_pre_hooks(module: Any, x: Tensor) -> Tensor:
-    if module is None or not (module._forward_pre_hooks or module._modules):
-        return x
-    inner = active_copy(module)
-    for norm in (module, None if inner is module else inner):
-        if norm is not None and norm._forward_pre_hooks:
-            x = run_pre_hooks(norm, x.transpose(1, 2)).transpose(1, 2)
-    return x
+    return norm.as_norm()
 
 
 def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> Rotary | None:

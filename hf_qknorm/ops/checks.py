@@ -41,7 +41,8 @@ def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_visible(heads: Heads, visible: Visible) -> None:
     """Raise ValueError unless mask, ranges and sinks fit the heads."""
     (batch, count, length, _), (ranges, sinks, _, mask) = heads.q.shape, visible
-    check_mask(mask, (batch, count, length, heads.k.shape[2]))
+    if mask is not None:
+        check_mask(mask, (batch, count, length, heads.k.shape[2]))
     if ranges is not None and (
         ranges.dim() != 3 or ranges.shape[0] not in (1, batch) or ranges.shape[1:] != (length, 2)
     ):
@@ -55,10 +56,8 @@ def _check_visible(heads: Heads, visible: Visible) -> None:
         raise ValueError(f"sinks must be one logit a query head, [{count}], got {list(sinks.shape)}")
 
 
-def check_mask(mask: Tensor | None, full: tuple[int, int, int, int]) -> None:
+def check_mask(mask: Tensor, full: tuple[int, int, int, int]) -> None:
     """Raise ValueError unless the mask broadcasts to `[B, H, T, S]`, the sizes in `full`."""
-    if mask is None:
-        return
     if mask.dim() != 4 or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True)):
         raise ValueError(f"the mask must broadcast to [B, H, T, S] = {list(full)}, got {list(mask.shape)}")
     if mask.dtype != torch.bool and not mask.is_floating_point():

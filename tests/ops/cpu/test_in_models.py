@@ -65,14 +65,14 @@ def test_models_take_it_on_every_backend(scheme, backend, checkpointing, calls, 
     torch.testing.assert_close(last[:, 0], got.logits[:, -1], atol=1e-5, rtol=1e-5)
 
 
-def test_hooks_before_norms_see_their_inputs(calls):
+def test_a_norm_with_hooks_is_called(calls):
     made, ids, seen = model("qk_norm_cap"), torch.arange(9)[None], []
     expected = made(ids).logits
     norm = made.model.layers[0].self_attn.q_norm
     norm.register_forward_pre_hook(lambda module, arguments: seen.append(arguments[0].shape))
     calls.clear()
-    assert torch.equal(made(ids).logits, expected)
+    torch.testing.assert_close(made(ids).logits, expected)
     assert seen == [(1, 9, 4, 16)]
-    norm.register_forward_pre_hook(lambda module, arguments: (2 * arguments[0],))
-    assert not torch.equal(made(ids).logits, expected)
-    assert len(calls) == 4
+    norm.register_forward_pre_hook(lambda module, arguments: (0 * arguments[0],))
+    assert not torch.allclose(made(ids).logits, expected)
+    assert len(calls) == 2  # those of the other layer
