@@ -12,6 +12,7 @@ from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.calibration.gains import ClosedFormGains, named_norms
 from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, cost
 from hf_qknorm.model.knees import knee_of, sharpness_of
+from hf_qknorm.ops.norms import NORMS
 from qknorm_tests.tables import norm_inputs
 from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
@@ -46,7 +47,7 @@ def test_a_fixed_knee_is_relative_to_the_mean_power_of_the_whole_text(scheme):
     assert report.knees == {}
     for key, x in norm_inputs(model, data).items():
         norm = named_norms(model)[key]
-        y = x - x.mean(-1, keepdim=True) if norm.norm == "layer" else x
+        y = x - x.mean(-1, keepdim=True) if NORMS[norm.norm].centred else x
         assert norm.mean_power() == pytest.approx(float(y.abs().pow(norm.order).mean()), rel=0.1)
         assert norm.ratio == pytest.approx(4, rel=0.15)
 

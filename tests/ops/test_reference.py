@@ -61,7 +61,7 @@ def test_with_a_knee_each_norm_is_its_definition(norm: str, p: float, log: float
     expected = by_definition(x, norm, p, 2.0**log, sharpness)
     if held:
         order = NORMS[norm].order(p)
-        mean = x - x.mean(-1, keepdim=True) if norm == "layer" else x
+        mean = x - x.mean(-1, keepdim=True) if NORMS[norm].centred else x
         mean = mean / mean.abs().pow(order).mean(-1, keepdim=True).pow(1 / order) * 8**0.5
         expected = expected * (mean / by_definition(mean, norm, p, 2.0**log, sharpness))[:1, :1, :1]
     knee = torch.tensor([log, 3.0 if held else 0.0, sharpness])
