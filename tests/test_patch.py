@@ -132,10 +132,7 @@ def test_under_autocast_q_and_k_reach_the_attention_in_the_dtype_of_v(model_type
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-PER_HEAD = (
-    Scheme(q="rms", k="rms", gain="per_head", bias=True),
-    Scheme(q="layer", v="l2", gain="per_head"),
-)
+PER_HEAD = (Scheme(q="rms", k="rms", gain="per_head", bias=True), Scheme(q="layer", v="l2", gain="per_head"))
 
 
 def head_norms(model: torch.nn.Module) -> list[HeadNorm]:

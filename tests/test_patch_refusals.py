@@ -12,14 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-)
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MambaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_qknorm

@@ -74,10 +74,7 @@ def test_one_graph_serves_every_knee():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="what inductor writes needs AVX2",
-)
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="what inductor writes needs AVX2")
 def test_inductor_with_backward():
     model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
     batch = make_batch("plain", labels=False)

@@ -80,10 +80,7 @@ def test_a_layer_computes_the_formula(model_type):
     q, latent, turned, *_ = (x.transpose(1, 2) for x in style.project(layer, seen.hidden)[:3])
     up = layer.kv_b_proj.weight.view(-1, width + layer.v_head_dim, layer.kv_lora_rank)[:, :width]
     plain = rms_normed(torch.einsum("hdr,btr->bhtd", up, latent[:, 0]), gains["k_norm"])
-    queries = [
-        rms_normed(q[..., :width], gains["q_norm"]),
-        rms_normed(q[..., width:], gains["q_rope_norm"]),
-    ]
+    queries = [rms_normed(q[..., :width], gains["q_norm"]), rms_normed(q[..., width:], gains["q_rope_norm"])]
     turned = rms_normed(turned, gains["k_rope_norm"])
     kept = {name: getattr(layer, name) for name in ("modelling", "config", "qk_nope_head_dim", "qk_rope_head_dim")}
     own = SimpleNamespace(**kept, normed=lambda name, x: x)
@@ -184,8 +181,7 @@ def test_calibration_keeps_the_predictions():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "reason"),
-    [(RMS, "norms its queries and keys"), (Scheme(q="rms"), "norms its queries: scaling")],
+    ("scheme", "reason"), [(RMS, "norms its queries and keys"), (Scheme(q="rms"), "norms its queries: scaling")]
 )
 def test_clipping_is_refused_where_it_does_nothing(scheme, reason):
     with pytest.raises(ValueError, match=reason):

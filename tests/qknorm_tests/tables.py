@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ class Codes(Tensor):
     """A weight as quantisers store it: a parameter of its own class, which computes as floating point."""
 
 
+@cache
 def applies(model_type: str, scheme: Scheme) -> bool:
     """Whether a tiny model of the family can have the scheme: one with norms of its own takes no others."""
     return FAMILIES[model_type].refusal(tiny_config(model_type), scheme) is None
