@@ -37,7 +37,9 @@ if find_spec("triton") is None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="add this to every seed that torch gets: other numbers")
     parser.addoption("--threads", type=int, default=1, help="threads that torch computes with")
-    parser.addoption("--all-families", action="store_true", help="sweep over every family, not one of each style")
+    sweep = {"dest": "families", "action": "store_const", "default": "few"}
+    parser.addoption("--all-families", const="all", help="sweep over every family, not one of each style", **sweep)
+    parser.addoption("--other-families", const="others", help="sweep over the families left out by default", **sweep)
 
 
 def pytest_configure(config: pytest.Config) -> None:

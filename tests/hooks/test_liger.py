@@ -20,7 +20,7 @@ from transformers.activations import ACT2FN
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX, classes_of
-from qknorm_tests.tables import applies, assert_near, randomise, sharp_model
+from qknorm_tests.tables import applies, assert_near, chosen, randomise, sharp_model
 from qknorm_tests.tiny import TINY
 from qknorm_tests.tiny_towers import tiny_towers
 
@@ -131,9 +131,9 @@ def _liger_stays_inside() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Compute with a few types, and with all by `--all-families` or on a GPU."""
-    every = metafunc.config.getoption("--all-families") or DEVICE == "cuda"
+    few = TYPES if DEVICE == "cuda" else ["gemma2", "llama", "phi3", "qwen3"]
     if "computed" in metafunc.fixturenames:
-        metafunc.parametrize("computed", TYPES if every else ["gemma2", "llama", "phi3", "qwen3"])
+        metafunc.parametrize("computed", chosen(metafunc.config, few, TYPES))
 
 
 def scheme_of(model_type: str) -> Scheme:

@@ -5,7 +5,7 @@ Random gains, because gains of 1 hide mistakes; large weights, because flat atte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cache
 from typing import Any
@@ -73,15 +73,19 @@ def causal_families() -> list[str]:
     return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type in CHANGED)]
 
 
-def swept(config: pytest.Config) -> list[str]:
-    """The model types that a sweep runs over: one of each style, or with `--all-families` all.
+def chosen(config: pytest.Config, few: Iterable[str], every: Iterable[str]) -> list[str]:
+    """The cases of a sweep: the few, with `--all-families` every one, with `--other-families` those that this adds."""
+    cases = {"few": few, "all": every, "others": [case for case in every if case not in few]}
+    return [*cases[config.getoption("families")]]
 
-    Of those with cross-attention, and those that take more than others, it is one of each kind.
-    """
-    known = causal_families()
-    if config.getoption("--all-families"):
-        return known
-    return list({_kind(FAMILIES[model_type]): model_type for model_type in reversed(known)}.values())
+
+def one_of_each_style() -> list[str]:
+    """Of the types with cross-attention, and of those that take more than others, one of each kind."""
+    return list({_kind(FAMILIES[model_type]): model_type for model_type in reversed(causal_families())}.values())
+
+
+def swept(config: pytest.Config) -> list[str]:
+    return chosen(config, one_of_each_style(), causal_families())
 
 
 def _kind(family: Family) -> Any:
