@@ -1,7 +1,5 @@
 """Common settings and fixtures: no test uses the network; trained checkpoints are used where they exist."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import getpass

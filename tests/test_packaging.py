@@ -1,7 +1,5 @@
 """The wheel has every module, the type marker, and the template and papers of model cards."""
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`patch_model` and `unpatch_model`: in place, complete, reversible and logged; a patched model is copied and cast."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle

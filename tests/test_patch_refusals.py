@@ -1,7 +1,5 @@
 """Models that can't be patched are refused with the reason and a remedy, and stay unchanged."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Masks as ranges of keys: the same rows as transformers' own mask, in linear memory; or that mask itself."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masks under torch.compile: the same ranges, without reading their numbers, in linear memory."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

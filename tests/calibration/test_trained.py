@@ -1,7 +1,5 @@
 """Conversions of trained models keep the loss."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

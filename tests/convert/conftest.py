@@ -1,7 +1,5 @@
 """A checkpoint that conversions are tried on, and a Hub in memory."""
 
-from __future__ import annotations
-
 from functools import partial
 from pathlib import Path
 

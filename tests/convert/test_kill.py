@@ -1,7 +1,5 @@
 """A conversion that is killed leaves nothing, or a whole checkpoint, at its destination."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

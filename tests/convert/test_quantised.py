@@ -1,7 +1,5 @@
 """Patched checkpoints loaded by bitsandbytes: the projections shrink, the gains stay what they were."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

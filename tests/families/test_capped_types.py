@@ -1,7 +1,5 @@
 """A cap alone, on types that no family describes: their own forward runs, with hf_qknorm's attention function."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

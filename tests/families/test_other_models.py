@@ -3,8 +3,6 @@
 `test_sweep.py` runs over them too.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

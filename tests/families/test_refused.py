@@ -1,7 +1,5 @@
 """The model types that are refused: with the reason, and unchanged. Every causal language model is one or the other."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

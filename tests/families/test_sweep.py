@@ -5,8 +5,6 @@ config switches; and a few of the models of images, bidirectional ones, with an 
 `pytest --all-families` runs over all, `--other-families` over those that it adds.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from dataclasses import replace

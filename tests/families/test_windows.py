@@ -1,7 +1,5 @@
 """Windows that some models use and others ignore: a patched layer computes the same as its model's eager attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """PEFT's own functions on patched models: default targets, the base model's name, classes to import, and gains."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Derived model types in the Auto classes, and their use by tokenizers, Trainer and pipelines."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

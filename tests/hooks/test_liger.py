@@ -1,7 +1,5 @@
 """Liger: its kernels on patched models as on their base types, in any order, with norms and caps kept."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

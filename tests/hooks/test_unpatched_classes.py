@@ -1,7 +1,5 @@
 """transformers' own classes refuse a patched checkpoint, with the package imported or not installed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TRL's trainers on patched models: by a folder's name, and patched in memory, where a reference has to be given."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

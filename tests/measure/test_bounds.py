@@ -1,7 +1,5 @@
 """The bound on a layer's logits: no input exceeds it, and some inputs come close."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

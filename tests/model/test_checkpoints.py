@@ -1,7 +1,5 @@
 """A saved model loads unchanged through every Auto class and way of loading."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """torch.compile traces a patched model into one graph, without a break, and computes the same."""
 
-from __future__ import annotations
-
 import math
 import shutil
 

@@ -1,7 +1,5 @@
 """transformers' continuous batching gives the tokens of `generate`, or is refused before it starts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel

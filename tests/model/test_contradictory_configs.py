@@ -1,7 +1,5 @@
 """A config.json that contradicts itself, the weights or the family is refused with the setting's name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

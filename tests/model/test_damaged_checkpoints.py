@@ -1,7 +1,5 @@
 """A checkpoint loads correctly or raises an error: disagreeing weights and config are never repaired silently."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Norms of latent attention (Han et al. 2026): the formula, the cache, refused schemes, and the package's tools."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 from types import SimpleNamespace

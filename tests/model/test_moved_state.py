@@ -1,7 +1,5 @@
 """Ways to move a model's state that are not ours: each brings the norms' knees along, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Multimodal models: the text tower or a named one is patched, and the checkpoint of the whole model restores it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

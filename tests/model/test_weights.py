@@ -1,7 +1,5 @@
 """Tools that write weights refuse shared ones, and those that DeepSpeed's optimiser writes over."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable

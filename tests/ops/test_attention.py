@@ -1,7 +1,5 @@
 """Every implementation of attention against the oracle: output, gradients, statistics and dropout, by one table."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Norm and RoPE of queries and keys, in C++, in Triton and in few calls of torch, against the specification."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

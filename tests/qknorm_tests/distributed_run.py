@@ -3,8 +3,6 @@
 Rank 0 writes the results into the folder. In some tasks they train by QuacK and QKClip.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable

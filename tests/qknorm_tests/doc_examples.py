@@ -1,7 +1,5 @@
 """Where the examples of pages and docstrings run: a folder with small checkpoints and a text, and some names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

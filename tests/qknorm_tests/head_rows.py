@@ -1,7 +1,5 @@
 """The outputs of each head in the projections of tiny models with 4 query heads and 2 key heads of 16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """Masks as models create them, from hf_qknorm and from transformers, and the keys that queries see by them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Problems for norm and RoPE, and the oracle's results for them."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Random gains, because gains of 1 hide mistakes; large weights, because flat attention hides a lost mask, norm or cap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import cache

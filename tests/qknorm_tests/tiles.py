@@ -1,7 +1,5 @@
 """Tiles of the Triton kernels for short sequences."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_qknorm.ops.triton import launch, schedule

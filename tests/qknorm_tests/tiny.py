@@ -1,7 +1,5 @@
 """The smallest model of each family that shows what the family has: windows, layers of every kind."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, Final
 

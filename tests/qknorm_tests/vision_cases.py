@@ -1,7 +1,5 @@
 """Tiny models that are no causal language models of tokens alone: how each is made, called and trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

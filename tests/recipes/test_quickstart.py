@@ -3,8 +3,6 @@
 `TQDM_DISABLE=1 jupyter execute --inplace recipes/quickstart.ipynb` stores them anew.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

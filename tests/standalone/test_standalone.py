@@ -1,7 +1,5 @@
 """The stand-alone file computes the same as the package, without the package."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Without the package, heads of every kind, encoders and types that take a cap alone compute the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

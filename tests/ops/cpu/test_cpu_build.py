@@ -1,7 +1,5 @@
 """The kernels compile for every CPU, once, in the background, and a failure is reported."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess

@@ -1,7 +1,5 @@
 """The benchmark of the C++ attention, on small cases."""
 
-from __future__ import annotations
-
 import bench_cpu as bench
 import pytest
 import torch
