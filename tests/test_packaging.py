@@ -14,7 +14,6 @@ BUILD = (
     "import os, sys\nfrom setuptools import build_meta\nos.chdir(sys.argv[1])\nbuild_meta.build_wheel(sys.argv[2])\n"
 )
 
-
 pytestmark = pytest.mark.costly
 
 

@@ -7,15 +7,8 @@ from inspect import signature
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-    ViTConfig,
-    ViTModel,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.models.vit import ViTConfig, ViTModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, unpatch_model
 from hf_qknorm.families.style import CACHE

@@ -86,7 +86,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2-dropped": ("starcoder2", {"residual_dropout": 0.1}),
 }
 
-
 # Of the variants, those that change what the package computes
 SWITCHED = ("gemma2-uncapped", "gpt2-inverse-layer", "gpt2-unscaled", "gpt2-upcast", "gpt_neox-partial", "llama-bias")
 # Of types that are other models too

@@ -15,7 +15,6 @@ from qknorm_tests.tables import TRIED, assert_near, make_batch, randomise, sharp
 MODELS = [("gpt2", "qkv_norm"), ("gemma2", "soft_cap"), ("llama", "lp"), ("mixtral", "qk_norm_cap"), ("phi3", "none")]
 TOLERANCE = 1e-5
 
-
 pytestmark = [
     pytest.mark.costly,
     pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning"),  # torch's own

@@ -31,7 +31,6 @@ TOOLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "pre_norm=False": (lambda model: model, lambda model: patch_model(model, "qkv_norm")),
 }
 
-
 # Two weights or biases that are one: the layer, the projection and the part of each.
 TIES = [
     ("0.q_proj.weight", "0.k_proj.weight"),

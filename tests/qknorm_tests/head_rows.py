@@ -38,7 +38,6 @@ ROWS: dict[str, Rows] = {
     "deepseek_v3": LATENT,
 }
 
-
 # the norms of latents, in the attention layer
 LATENT_NORMS = {"uq": "q_a_layernorm", "qr": "q_a_layernorm", "uk": "kv_a_layernorm"}
 

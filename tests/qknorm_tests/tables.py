@@ -54,11 +54,9 @@ PAIRS = sorted(
 )
 KNEES = [(model_type, "knee") for model_type in ("gpt2", "llama")]
 
-
 # Before transformers masked the decoder of RoFormer. The code of some types was another then
 OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
 CHANGED = {"doge", "moshi"}
-
 
 # Their input is more than tokens: tests/families/test_other_models.py runs over them
 OWN_INPUTS = ("musicgen_decoder", "musicgen_melody_decoder")

@@ -46,7 +46,6 @@ MORE = {
     for name in ENCODERS
 } | {name: (name, "AutoModel", {"attention_probs_dropout_prob": 0.1}) for name in ("deit", "ijepa", "vit_msn")}
 
-
 SEQ2SEQ = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
 # Encoder-decoders, whose three attentions are patched alike, and the codebooks of MusicGen
 OTHERS = {
