@@ -5,6 +5,7 @@ import gc
 import getpass
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -137,12 +138,17 @@ def shared() -> Path:
     return folder
 
 
-@pytest.fixture
-def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory in which the examples of pages and docstrings run, with their files."""
+@pytest.fixture(scope="session")
+def _files_of_examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from qknorm_tests.doc_examples import make_folder
 
-    make_folder(tmp_path)
+    return make_folder(tmp_path_factory.mktemp("examples"))
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _files_of_examples: Path) -> Path:
+    """The working directory in which the examples of pages and docstrings run, with their files."""
+    shutil.copytree(_files_of_examples, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
