@@ -10,9 +10,7 @@ import hf_qknorm
 from qknorm_tests.children import child
 
 ROOT = Path(hf_qknorm.__file__).parents[1]
-BUILD = (
-    "import os, sys\nfrom setuptools import build_meta\nos.chdir(sys.argv[1])\nbuild_meta.build_wheel(sys.argv[2])\n"
-)
+BUILD = "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_wheel(sys.argv[2])"
 
 pytestmark = pytest.mark.costly
 

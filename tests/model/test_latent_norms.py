@@ -16,15 +16,7 @@ from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.tensor_parallel import plan_norms
-from qknorm_tests.tables import (
-    CHANGED,
-    OLD_TRANSFORMERS,
-    assert_near,
-    make_batch,
-    random_tokens,
-    randomise,
-    sharp_model,
-)
+from qknorm_tests.tables import assert_near, make_batch, random_tokens, randomise, sharp_model
 
 LATENT = [model_type for model_type in known_families() if FAMILIES[model_type].latent]
 NORMS = {"q_norm", "q_rope_norm", "k_norm", "k_rope_norm"}
@@ -92,8 +84,6 @@ def test_a_layer_computes_the_formula(model_type):
 @torch.no_grad()
 def test_the_cache_holds_what_it_held_before(model_type):
     """The latents of the first layer to the bit, and keys of the same shape, which all heads share."""
-    if OLD_TRANSFORMERS and model_type in CHANGED:
-        pytest.skip("it cached the keys of all heads then")
     model = sharp_model(model_type).eval()
     plain = copy.deepcopy(model)
     randomise(patch_model(model, RMS))

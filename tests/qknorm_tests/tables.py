@@ -54,9 +54,8 @@ PAIRS = sorted(
 )
 KNEES = [(model_type, "knee") for model_type in ("gpt2", "llama")]
 
-# Before transformers masked the decoder of RoFormer. The code of some types was another then
-OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
-CHANGED = {"doge", "moshi"}
+# Types whose code was another before transformers masked the decoder of RoFormer
+CHANGED = set() if hasattr(modeling_roformer, "create_causal_mask") else {"doge", "moshi"}
 
 # Their input is more than tokens: tests/families/test_other_models.py runs over them
 OWN_INPUTS = ("musicgen_decoder", "musicgen_melody_decoder")
@@ -66,7 +65,7 @@ def causal_families() -> list[str]:
     """The model types that have a causal language model of tokens; tests/families/test_other_models.py has others."""
     loaded = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PARTS}
     known = [model_type for model_type in known_families() if model_type in loaded and model_type not in OWN_INPUTS]
-    return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type in CHANGED)]
+    return [model_type for model_type in known if model_type not in CHANGED]
 
 
 def chosen(config: pytest.Config, few: Iterable[str], every: Iterable[str]) -> list[str]:
