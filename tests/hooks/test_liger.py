@@ -116,7 +116,10 @@ def replaced(model: nn.Module) -> dict[str, str]:
     return {name: forward.__qualname__ for name, forward in taken.items()}
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # as Liger 0.8.5 does
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),  # as Liger 0.8.5 does
+]
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,7 @@ datasets = pytest.importorskip("datasets", reason="needs datasets")
 peft = pytest.importorskip("peft", reason="needs PEFT")
 
 pytestmark = [
+    pytest.mark.integration,
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # TRL and PEFT use each other's and transformers' old names
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

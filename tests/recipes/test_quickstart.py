@@ -13,6 +13,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+pytestmark = pytest.mark.integration
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "quickstart.ipynb"
 LARGEST = 100_000  # bytes
