@@ -54,6 +54,7 @@ def test_one_graph(model_type, preset):
     assert_same(outcome(model, batch), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_graph_serves_every_knee():
     """A knee that changes in place leaves all guards as they are."""
