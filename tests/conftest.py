@@ -1,12 +1,11 @@
 """Common settings and fixtures: no test uses the network; trained checkpoints are used where they exist."""
 
-from __future__ import annotations
-
 import ast
 import gc
 import getpass
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -37,10 +36,13 @@ if find_spec("triton") is None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="add this to every seed that torch gets: other numbers")
     parser.addoption("--threads", type=int, default=1, help="threads that torch computes with")
-    parser.addoption("--all-families", action="store_true", help="sweep over every family, not one of each style")
+    sweep = {"dest": "families", "action": "store_const", "default": "few"}
+    parser.addoption("--all-families", const="all", help="sweep over every family, not one of each style", **sweep)
+    parser.addoption("--other-families", const="others", help="sweep over the families left out by default", **sweep)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # until all is imported, of which little is garbage: collections would take a tenth of that time
     os.environ["HF_QKNORM_TEST_SEED"] = str(config.getoption("--seed"))  # children inherit it
     if not torch.accelerator.is_available():
         torch.manual_seed = torch.default_generator.manual_seed  # torch's own notes the stack for each absent device
@@ -53,8 +55,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Keep what is imported out of garbage collections: Trainer's own, after each run, would take a second."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_sessionfinish() -> None:
@@ -136,12 +138,17 @@ def shared() -> Path:
     return folder
 
 
-@pytest.fixture
-def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working directory in which the examples of pages and docstrings run, with their files."""
+@pytest.fixture(scope="session")
+def _files_of_examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from qknorm_tests.doc_examples import make_folder
 
-    make_folder(tmp_path)
+    return make_folder(tmp_path_factory.mktemp("examples"))
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, _files_of_examples: Path) -> Path:
+    """The working directory in which the examples of pages and docstrings run, with their files."""
+    shutil.copytree(_files_of_examples, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -1,7 +1,5 @@
 """Checkpoints that others made are loaded whole, from safetensors alone, without running code of theirs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import transformers

@@ -1,7 +1,5 @@
 """The commands, on small models."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

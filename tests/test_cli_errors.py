@@ -1,7 +1,5 @@
 """Errors of the command line: one line that names the cause, before anything is computed or written."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command before torch is imported: help, version and wrong arguments take a fraction of a second."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

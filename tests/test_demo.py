@@ -1,7 +1,5 @@
 """`hf-qknorm demo`: its files, its tables, its end by Ctrl-C, and the command that it names as the next step."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

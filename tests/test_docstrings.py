@@ -1,7 +1,5 @@
 """Every public function and class has a docstring that begins with one sentence, and an example that runs."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 import re

@@ -1,7 +1,5 @@
 """`hf-qknorm doctor`: versions, the machine, the attention's numbers, and the exit status, in one screen."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from importlib.metadata import version

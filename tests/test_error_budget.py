@@ -1,7 +1,5 @@
 """The error budget accepts rounding errors and rejects faults, in results of many numbers and of few."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The package's layout: imports between folders point one way, and no module is long."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter

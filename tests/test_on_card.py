@@ -1,7 +1,5 @@
 """The kernels in graphs, on streams, under inductor and in training: tests that need a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Importing the package: quiet, without heavy packages, and with every public name."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """The wheel has every module, the type marker, and the template and papers of model cards."""
 
-from __future__ import annotations
-
 import shutil
 import zipfile
 from pathlib import Path
@@ -12,10 +10,7 @@ import hf_qknorm
 from qknorm_tests.children import child
 
 ROOT = Path(hf_qknorm.__file__).parents[1]
-BUILD = (
-    "import os, sys\nfrom setuptools import build_meta\nos.chdir(sys.argv[1])\nbuild_meta.build_wheel(sys.argv[2])\n"
-)
-
+BUILD = "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_wheel(sys.argv[2])"
 
 pytestmark = pytest.mark.costly
 

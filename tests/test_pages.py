@@ -1,7 +1,5 @@
 """The pages name what exists: links and anchors, files, functions, tables, and folders in the order of imports."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

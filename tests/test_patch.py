@@ -1,7 +1,5 @@
 """`patch_model` and `unpatch_model`: in place, complete, reversible and logged; a patched model is copied and cast."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import pickle
@@ -9,15 +7,8 @@ from inspect import signature
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-    ViTConfig,
-    ViTModel,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.models.vit import ViTConfig, ViTModel
 
 from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, unpatch_model
 from hf_qknorm.families.style import CACHE
@@ -132,10 +123,7 @@ def test_under_autocast_q_and_k_reach_the_attention_in_the_dtype_of_v(model_type
     assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-PER_HEAD = (
-    Scheme(q="rms", k="rms", gain="per_head", bias=True),
-    Scheme(q="layer", v="l2", gain="per_head"),
-)
+PER_HEAD = (Scheme(q="rms", k="rms", gain="per_head", bias=True), Scheme(q="layer", v="l2", gain="per_head"))
 
 
 def head_norms(model: torch.nn.Module) -> list[HeadNorm]:

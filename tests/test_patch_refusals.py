@@ -1,7 +1,5 @@
 """Models that can't be patched are refused with the reason and a remedy, and stay unchanged."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,14 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from transformers import (
-    AutoModelForCausalLM,
-    BertConfig,
-    BertModel,
-    GPT2Config,
-    GPT2LMHeadModel,
-    MambaConfig,
-)
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MambaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import hf_qknorm

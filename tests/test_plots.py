@@ -1,7 +1,5 @@
 """The figures: they show the numbers, of models and logs of any size, also of numbers that are not finite."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

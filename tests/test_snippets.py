@@ -1,7 +1,5 @@
 """Every snippet of every page is run, or checked as far as it can be without a network, a GPU or an hour."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -1,7 +1,5 @@
 """The plugin registers each patched causal language model for vLLM's backend; recipes/serve runs vLLM itself."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Choosing a backend: a cap is never dropped, norm and cap survive every switch, and other outputs still work."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The attention functions: every backend computes the same, keeps causality, and none drops a cap."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from copy import deepcopy

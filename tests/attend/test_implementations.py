@@ -1,7 +1,5 @@
 """Which implementation "hf_qknorm" takes, in which order, and what it logs."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

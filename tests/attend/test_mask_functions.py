@@ -1,7 +1,5 @@
 """Closed forms of transformers' mask functions, and functions that are changed under the same names."""
 
-from __future__ import annotations
-
 from types import FunctionType
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Masks as ranges of keys: the same rows as transformers' own mask, in linear memory; or that mask itself."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,20 +15,25 @@ from hf_qknorm.attend.masks import CHUNK, structured_mask
 from hf_qknorm.ops import reference
 from hf_qknorm.ops.types import Heads
 from qknorm_tests.covering import covering
-from qknorm_tests.mask_cases import (
-    CREATE,
-    PADDING,
-    POSITIONS,
-    assert_ranges,
-    config,
-    create,
-    even,
-    padded,
-    transformers_own,
-    visible_keys,
-)
+from qknorm_tests.mask_cases import CREATE, PADDING, assert_ranges, config, create, even, padded, transformers_own
 from qknorm_tests.memory import LargestStorage
 from qknorm_tests.tables import BATCHES, LENGTH, dense, make_batch, sharp_model
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
+
+
+def visible_keys(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Whether each query sees each key, `[B, 1, T, S]`, in a layer of this causality and window with the mask."""
+    batch, _, queries, keys = expected.shape
+    q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
+    module: Any = SimpleNamespace(scheme="none", is_causal=causal, runs_own_forward=False)
+    heads, seen, options = make_call(module, Heads(q, k, k), mask, sliding_window=window)
+    kept = heads.k.shape[2]
+    visible = reference.visible(queries, kept, options.causal, options.window).expand(batch, 1, -1, -1)
+    if seen.ranges is not None:
+        visible = visible & dense(seen.ranges, kept)
+    visible = visible if seen.mask is None else visible & seen.mask
+    return torch.nn.functional.pad(visible, (0, keys - kept))
 
 
 @pytest.mark.parametrize(("kind", "padding", "window"), covering(CREATE, PADDING, [1, 4, 9, 20]))

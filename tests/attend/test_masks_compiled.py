@@ -1,7 +1,5 @@
 """Masks under torch.compile: the same ranges, without reading their numbers, in linear memory."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil
@@ -94,6 +92,7 @@ def test_a_trace_keeps_the_mask_of_a_users_own_function():
     assert torch.equal(compiled("causal", config("causal"), 9, and_mask_function=even), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_an_exported_model_with_padding_takes_other_lengths():
     """Its graph has operators of torch alone, so that it runs, and becomes an ONNX file, without this package.

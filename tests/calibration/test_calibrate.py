@@ -1,7 +1,5 @@
 """Calibration: gains in closed form, and refusals."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, OPTConfig

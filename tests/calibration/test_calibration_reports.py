@@ -1,7 +1,5 @@
 """The reports of calibrations: their numbers, names, gains and bounds."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model

@@ -1,7 +1,5 @@
 """Batches of the user's: all inputs of the model count, padding and ignored labels do not; processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Calibration of models that predict no tokens, judged by their last hidden states."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

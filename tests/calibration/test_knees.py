@@ -1,7 +1,5 @@
 """The search for the smallest knee that keeps the predictions, and fixed knees."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """Conversions of trained models keep the loss."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -15,12 +13,13 @@ from qknorm_tests.seeds import fixed
 BASES = {"llama": (1.618, 2.599), "gpt2": (1.614, 2.083)}  # held-out loss before, and with fresh gains of RMS norms
 # The batches, and the share of the jump that each knee must remove. None searches: it needs not even 10,000 tokens.
 GATES = [
-    pytest.param("llama", "shared", None, 4, 0.98, marks=pytest.mark.costly),
-    pytest.param("gpt2", "shared", None, 10, 0.98, marks=pytest.mark.slow),
-    pytest.param("gpt2", "per_head", 0, 24, 0.59, marks=pytest.mark.slow),
+    ("llama", "shared", None, 4, 0.98),
+    ("gpt2", "shared", None, 10, 0.98),
+    ("gpt2", "per_head", 0, 24, 0.59),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "gain", "knee", "count", "gate"), GATES)
 def test_how_much_of_the_jump_is_removed(shared, caplog, family, gain, knee, count, gate):
     folder = shared / "checkpoints" / f"{family}-shakespeare"

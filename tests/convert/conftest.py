@@ -1,7 +1,6 @@
 """A checkpoint that conversions are tried on, and a Hub in memory."""
 
-from __future__ import annotations
-
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -15,15 +14,21 @@ from qknorm_tests.tables import sharp_model
 LITTER = ("LICENSE", "README.md", "chat_template.jinja", "pytorch_model.bin", ".gitattributes", "training_args.bin")
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    """A sharded Llama with a tokenizer and everything that may lie beside it."""
-    folder = save_with_tokenizer(sharp_model("llama", vocab_size=300), tmp_path / "source", max_shard_size="60KB")
+@pytest.fixture(scope="session")
+def _llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("llama") / "source"
+    folder = save_with_tokenizer(sharp_model("llama", vocab_size=300), place, max_shard_size="60KB")
     for name in LITTER:
         (folder / name).write_text(name)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool.jinja").write_text("{{ messages }}")
     return folder
+
+
+@pytest.fixture
+def llama(tmp_path: Path, _llama: Path) -> Path:
+    """A sharded Llama with a tokenizer and everything that may lie beside it."""
+    return Path(shutil.copytree(_llama, tmp_path / "source"))
 
 
 @pytest.fixture

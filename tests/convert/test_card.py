@@ -1,7 +1,5 @@
 """Model cards state what was measured, with the numbers of the calibration report, and nothing else."""
 
-from __future__ import annotations
-
 import ast
 import math
 import re

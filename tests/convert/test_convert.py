@@ -1,7 +1,5 @@
 """Converting a checkpoint gives the same model as patching it in memory, also where layers stay in files."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import ChainMap

@@ -1,7 +1,5 @@
 """Exports compute the same as the patched model, without hf_qknorm, or are refused with nothing written."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import re

@@ -1,7 +1,5 @@
 """Exports that would not be exact, and sources that are damaged, are refused with nothing written."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A calibration with `exportable` gives a native model with the same bits, whose weights K-quants can hold."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from typing import Any

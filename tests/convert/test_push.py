@@ -1,7 +1,5 @@
 """`push_to_hub`: the files of its commit, files that are never uploaded, and refusals that change nothing."""
 
-from __future__ import annotations
-
 import json
 from importlib import import_module
 from pathlib import Path

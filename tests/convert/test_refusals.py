@@ -1,7 +1,5 @@
 """What can't be converted is refused, and nothing is written."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

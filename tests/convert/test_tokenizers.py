@@ -1,7 +1,5 @@
 """A tokenizer that is copied to a model of another type splits text as before."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

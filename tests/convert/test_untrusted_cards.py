@@ -1,7 +1,5 @@
 """Fields of the base model's card are inherited as data, and all text in a card is escaped."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The files that a conversion writes beside the weights: card, report and stand-alone code."""
 
-from __future__ import annotations
-
 import pytest
 from transformers import AutoModelForCausalLM
 

@@ -1,7 +1,5 @@
 """Here the scheme "none" runs the shared forward too, which elsewhere leaves it to the model's own."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_qknorm.model.layer import QKNormAttention as PlainAttention

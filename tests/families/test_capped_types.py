@@ -1,7 +1,5 @@
 """A cap alone, on types that no family describes: their own forward runs, with hf_qknorm's attention function."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
@@ -10,14 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_qknorm import (
-    FAMILIES,
-    SCHEMES,
-    Scheme,
-    logit_statistics,
-    patch_model,
-    unpatch_model,
-)
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, logit_statistics, patch_model, unpatch_model
 from hf_qknorm.families import check_scheme
 from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.model.attention import patched_layers

@@ -3,8 +3,6 @@
 `test_sweep.py` runs over them too.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -20,19 +18,9 @@ from hf_qknorm.families.style import CACHE
 from hf_qknorm.measure.batches import divided
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.error_budget import error
-from qknorm_tests.tables import (
-    assert_near,
-    fingerprint,
-    randomise,
-    sharp_model,
-)
+from qknorm_tests.tables import assert_near, fingerprint, randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
-from qknorm_tests.vision_cases import (
-    IMAGES,
-    batches,
-    made,
-    type_of,
-)
+from qknorm_tests.vision_cases import IMAGES, batches, made, type_of
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """The model types that are refused: with the reason, and unchanged. Every causal language model is one or the other."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.families import BY_TOWER, NORMS_REFUSED, REFUSED, family_of
-from qknorm_tests.tables import fingerprint
+from qknorm_tests.tables import chosen, fingerprint
 
 # Types of which transformers itself makes no causal language model by their default config.
 UNMADE = frozenset({"gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "qwen4_exp_text", "reformer"})
@@ -23,9 +21,8 @@ FIXED_TOWER = ("gemma3", "gemma4", "gemma4_unified")  # multimodal, and a checkp
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "model_type" in metafunc.fixturenames:
         made = sorted(t for t in REFUSED if t in CONFIG_MAPPING and t not in UNMADE)
-        every = metafunc.config.getoption("--all-families")
         few = dict.fromkeys([*made[::8], *(t for t in FIXED_TOWER if t in made)])
-        metafunc.parametrize("model_type", made if every else [*few])
+        metafunc.parametrize("model_type", chosen(metafunc.config, few, made))
 
 
 def test_a_model_is_refused_unchanged_with_the_reason(model_type):

@@ -2,12 +2,11 @@
 
 By default one causal language model of each style, and the types that most tests run over, with variants for what a
 config switches; and a few of the models of images, bidirectional ones, with an encoder, and of codebooks.
-`pytest --all-families` runs over all.
+`pytest --all-families` runs over all, `--other-families` over those that it adds.
 """
 
-from __future__ import annotations
-
 import copy
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,13 +33,14 @@ from qknorm_tests.tables import (
     assert_identical,
     assert_near,
     causal_families,
+    chosen,
     fingerprint,
     make_batch,
+    one_of_each_style,
     out_of,
     randomise,
     sharp_model,
     step,
-    swept,
 )
 from qknorm_tests.tiny import PARTIAL, tiny_config
 from qknorm_tests.vision_cases import CAPPED, CASES, CONTINUED, EVERY, IMAGES, OTHERS, continued_codebooks, seen
@@ -86,7 +86,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2-dropped": ("starcoder2", {"residual_dropout": 0.1}),
 }
 
-
 # Of the variants, those that change what the package computes
 SWITCHED = ("gemma2-uncapped", "gpt2-inverse-layer", "gpt2-unscaled", "gpt2-upcast", "gpt_neox-partial", "llama-bias")
 # Of types that are other models too
@@ -97,15 +96,16 @@ FEW = (*CASES, *CAPPED, "bart", "whisper", *OWN_INPUTS)
 CHANCE = ("doge-selecting",)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    every = metafunc.config.getoption("--all-families")
-    lms = [f"{x}-decoder" if x in EVERY else x for x in dict.fromkeys([*MODEL_TYPES, *swept(metafunc.config)])]
-    lms += VARIANTS if every else SWITCHED
-    others = list(EVERY if every else FEW)
+def cases_of(types: Iterable[str], variants: Iterable[str], others: Iterable[str]) -> dict[str, list[str]]:
+    lms = [f"{x}-decoder" if x in EVERY else x for x in dict.fromkeys([*MODEL_TYPES, *types])] + [*variants]
     alone = [case for case in others if case not in OTHERS and case not in CAPPED]
-    cases = {"case": lms + others, "lm": lms, "alone": alone}
-    for name in cases.keys() & {*metafunc.fixturenames}:
-        metafunc.parametrize(name, cases[name])
+    return {"case": [*lms, *others], "lm": lms, "alone": alone}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    few, every = cases_of(one_of_each_style(), SWITCHED, FEW), cases_of(causal_families(), VARIANTS, EVERY)
+    for name in few.keys() & {*metafunc.fixturenames}:
+        metafunc.parametrize(name, chosen(metafunc.config, few[name], every[name]))
 
 
 def made(case: str) -> PreTrainedModel:

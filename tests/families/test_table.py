@@ -1,7 +1,5 @@
 """The table of families: as printed, its pages, the default configs of its types, and a family that a page adds."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Windows that some models use and others ignore: a patched layer computes the same as its model's eager attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_qknorm import FAMILIES, patch_model
 from hf_qknorm.families.family import nowhere
-from qknorm_tests.tables import causal_families, sharp_model
+from qknorm_tests.tables import causal_families, chosen, sharp_model
 from qknorm_tests.tiny import tiny_config
 
 BACKENDS = ("hf_qknorm", "hf_qknorm_eager", "hf_qknorm_tiled")
@@ -42,16 +40,11 @@ OBEYED: list[tuple[str, dict[str, Any]]] = [
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One family of each way to have a window and some without."""
     if "model_type" in metafunc.fixturenames and metafunc.function is test_a_window_in_the_config:
-        metafunc.parametrize("model_type", swept(metafunc.config))
-
-
-def swept(config: pytest.Config) -> list[str]:
-    """One family of each way to have a window and some without, or with `--all-families` all."""
-    if config.getoption("--all-families"):
-        return causal_families()
-    first = {FAMILIES[name].slides: name for name in reversed(causal_families()) if FAMILIES[name].slides != nowhere}
-    return [*first.values(), "bert", "gpt2", "gpt_neox", "llama", "phimoe", "qwen2_moe"]
+        first = {FAMILIES[x].slides: x for x in reversed(causal_families()) if FAMILIES[x].slides != nowhere}
+        few = [*first.values(), "bert", "gpt2", "gpt_neox", "llama", "phimoe", "qwen2_moe"]
+        metafunc.parametrize("model_type", chosen(metafunc.config, few, causal_families()))
 
 
 def assert_same(model_type: str, settings: dict[str, Any], other: dict[str, Any], differs: bool) -> None:

@@ -1,7 +1,5 @@
 """Atomic writes: a destination holds what it held, or all that is new; files of others beside it stay."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

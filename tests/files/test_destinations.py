@@ -1,7 +1,5 @@
 """Commands never overwrite their sources, and replace only what commands like them wrote."""
 
-from __future__ import annotations
-
 import os
 from itertools import product
 from pathlib import Path

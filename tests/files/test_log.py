@@ -1,7 +1,5 @@
 """Messages come once, from the first of several processes: before torch.distributed begins, by torchrun's RANK."""
 
-from __future__ import annotations
-
 import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -1,7 +1,5 @@
 """Untrusted configs, reports and weights are read as data, never as code, and bad ones raise a clear ValueError."""
 
-from __future__ import annotations
-
 import json
 import struct
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Untrusted checkpoints: none of their code is run, and no other file of this machine is copied."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

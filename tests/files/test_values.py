@@ -1,7 +1,5 @@
 """Values in messages, names of files, paths that users give, and progress bars."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """PEFT's own functions on patched models: default targets, the base model's name, classes to import, and gains."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable
@@ -37,12 +35,7 @@ LAYER, RMS = (Scheme(q=norm, k=norm) for norm in ("layer", "rms"))
 REFUSED: list[tuple[str, Callable[[Any], Any], Scheme | None, str]] = [
     ("llama", lambda model: adapted(model, **GAINS), None, r"\w+, of a norm that this Llama"),
     ("gpt2", lambda model: adapted(model, **GAINS), None, r"\w+, of a norm that this GPT2"),
-    (
-        "llama",
-        lambda model: peft.get_peft_model(model, TUNING),
-        None,
-        r"ln_tuning_layers\.\w+, of a norm",
-    ),
+    ("llama", lambda model: peft.get_peft_model(model, TUNING), None, r"ln_tuning_layers\.\w+, of a norm"),
     ("llama", lambda model: adapted(model, **GAINS), RMS, "bias, of a norm that this QKNormLlama"),
 ]
 

@@ -1,7 +1,5 @@
 """The attention functions of the package in transformers: after any order of imports, and in models without a patch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,7 +1,5 @@
 """Derived model types in the Auto classes, and their use by tokenizers, Trainer and pipelines."""
 
-from __future__ import annotations
-
 import json
 import pickle
 
@@ -17,7 +15,7 @@ from hf_qknorm.families.class_names import AUTO_CLASSES
 from hf_qknorm.model import derived as derived_classes
 from hf_qknorm.model.derived import derived_config, derived_model
 from qknorm_tests.covering import covering
-from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
+from qknorm_tests.tables import MODEL_TYPES, chosen, make_batch, sharp_model
 
 OTHER_TYPES = ("bart", "bert", "clip_text_model", "deit", "siglip_vision_model", "whisper")
 CHECKPOINTS = ("llama-shakespeare", "gpt2-shakespeare")
@@ -25,8 +23,7 @@ CHECKPOINTS = ("llama-shakespeare", "gpt2-shakespeare")
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "known" in metafunc.fixturenames:
-        every = metafunc.config.getoption("--all-families")
-        metafunc.parametrize("known", known_families() if every else [*MODEL_TYPES, *OTHER_TYPES])
+        metafunc.parametrize("known", chosen(metafunc.config, [*MODEL_TYPES, *OTHER_TYPES], known_families()))
 
 
 def test_every_auto_class_that_knows_the_base_knows_the_derived_model(known):

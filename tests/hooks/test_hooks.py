@@ -3,8 +3,6 @@
 What is registered in other libraries is there in whatever order they are imported.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from importlib.metadata import PackageNotFoundError, version

@@ -1,7 +1,5 @@
 """The name of a model that was changed in memory: models are refused for it, tokenizers and cards get a string."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Liger: its kernels on patched models as on their base types, in any order, with norms and caps kept."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys
@@ -20,7 +18,7 @@ from transformers.activations import ACT2FN
 from hf_qknorm import Scheme, patch_model
 from hf_qknorm.families import known_families
 from hf_qknorm.families.class_names import TYPE_PREFIX, classes_of
-from qknorm_tests.tables import applies, assert_near, randomise, sharp_model
+from qknorm_tests.tables import applies, assert_near, chosen, randomise, sharp_model
 from qknorm_tests.tiny import TINY
 from qknorm_tests.tiny_towers import tiny_towers
 
@@ -118,7 +116,10 @@ def replaced(model: nn.Module) -> dict[str, str]:
     return {name: forward.__qualname__ for name, forward in taken.items()}
 
 
-pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # as Liger 0.8.5 does
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning"),  # as Liger 0.8.5 does
+]
 
 
 @pytest.fixture(autouse=True)
@@ -131,9 +132,9 @@ def _liger_stays_inside() -> Iterator[None]:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Compute with a few types, and with all by `--all-families` or on a GPU."""
-    every = metafunc.config.getoption("--all-families") or DEVICE == "cuda"
+    few = TYPES if DEVICE == "cuda" else ["gemma2", "llama", "phi3", "qwen3"]
     if "computed" in metafunc.fixturenames:
-        metafunc.parametrize("computed", TYPES if every else ["gemma2", "llama", "phi3", "qwen3"])
+        metafunc.parametrize("computed", chosen(metafunc.config, few, TYPES))
 
 
 def scheme_of(model_type: str) -> Scheme:

@@ -1,7 +1,5 @@
 """Other libraries look models up by their type, or compare it: a patched model is found as its base is."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

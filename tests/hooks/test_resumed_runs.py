@@ -1,7 +1,5 @@
 """A run is resumed with the scheme of its checkpoint, or not without a word."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """transformers' own classes refuse a patched checkpoint, with the package imported or not installed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -9,15 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    LlavaForConditionalGeneration,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlavaForConditionalGeneration
+from transformers.models.llama import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from hf_qknorm import Scheme, patch_model, unpatch_model
 from hf_qknorm.model import derived

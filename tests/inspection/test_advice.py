@@ -1,7 +1,5 @@
 """The advice, and the order of the layers, for given measurements."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """`inspect_model`: the measurements, the trials of schemes and knees, and the model left as it was."""
 
-from __future__ import annotations
-
 import json
 import math
 

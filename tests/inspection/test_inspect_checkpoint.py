@@ -1,7 +1,5 @@
 """`inspect_checkpoint`: inspections of checkpoints on the disk, and refusals in one line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """TRL's trainers on patched models: by a folder's name, and patched in memory, where a reference has to be given."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping
@@ -24,6 +22,7 @@ datasets = pytest.importorskip("datasets", reason="needs datasets")
 peft = pytest.importorskip("peft", reason="needs PEFT")
 
 pytestmark = [
+    pytest.mark.integration,
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # TRL and PEFT use each other's and transformers' old names
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

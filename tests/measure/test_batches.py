@@ -1,7 +1,5 @@
 """Batches: their tokens, what these predict, and the sequences that are held out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import BertConfig, LlamaConfig

@@ -1,7 +1,5 @@
 """The bound on a layer's logits: no input exceeds it, and some inputs come close."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -44,7 +42,6 @@ def bounds(model: torch.nn.Module) -> list[float | None]:
 
 ALTERNATING = torch.tensor([1.0, -1.0]).repeat(8)
 FIRST = torch.eye(16)[0]
-
 
 FALLING = torch.linspace(3.0, 1.0, 16)
 
@@ -135,7 +132,6 @@ ROTATED = [
     # an odd head dimension, angles within the layer, no maximum length, and no language model by themselves
     not in ("mimo_v2_flash", "moshi", "recurrent_gemma", "qwen2_vl_text", "qwen2_5_vl_text")
 ]
-
 
 FEW = {FAMILIES[family].style: family for family in ROTATED}.values()  # one of each style; the others are slow
 

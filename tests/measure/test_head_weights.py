@@ -1,7 +1,5 @@
 """The parts of the projections are those of each head's queries and keys, for every style; gradients show it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor, nn

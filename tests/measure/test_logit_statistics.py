@@ -1,7 +1,5 @@
 """Statistics of the logits against those of a reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import BartForConditionalGeneration

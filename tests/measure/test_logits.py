@@ -1,7 +1,5 @@
 """Measuring one call: kernels and blocks agree with the reference for every kind of mask."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

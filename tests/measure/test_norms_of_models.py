@@ -1,7 +1,5 @@
 """Models born with norms of queries and keys: bound, gains and logits, without patching them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerate import cpu_offload

@@ -1,7 +1,5 @@
 """Predictions over batches, against the plain formulas."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Texts, paths and batches, as batches of a model's inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

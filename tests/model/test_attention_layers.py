@@ -1,7 +1,5 @@
 """A patched layer against the scheme, written out with the oracle: project, norm, rotate, attend, join."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.compile traces a patched model into one graph, without a break, and computes the same."""
 
-from __future__ import annotations
-
 import math
 import shutil
 
@@ -16,7 +14,6 @@ from qknorm_tests.tables import TRIED, assert_near, make_batch, randomise, sharp
 
 MODELS = [("gpt2", "qkv_norm"), ("gemma2", "soft_cap"), ("llama", "lp"), ("mixtral", "qk_norm_cap"), ("phi3", "none")]
 TOLERANCE = 1e-5
-
 
 pytestmark = [
     pytest.mark.costly,
@@ -57,6 +54,7 @@ def test_one_graph(model_type, preset):
     assert_same(outcome(model, batch), expected)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_graph_serves_every_knee():
     """A knee that changes in place leaves all guards as they are."""
@@ -74,10 +72,7 @@ def test_one_graph_serves_every_knee():
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor on the CPU needs a C++ compiler")
-@pytest.mark.skipif(
-    torch.backends.cpu.get_cpu_capability() == "DEFAULT",
-    reason="what inductor writes needs AVX2",
-)
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() == "DEFAULT", reason="what inductor writes needs AVX2")
 def test_inductor_with_backward():
     model = randomise(patch_model(sharp_model("llama"), "qk_norm_cap"))
     batch = make_batch("plain", labels=False)

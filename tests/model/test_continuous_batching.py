@@ -1,7 +1,5 @@
 """transformers' continuous batching gives the tokens of `generate`, or is refused before it starts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoModelForSeq2SeqLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
@@ -17,7 +15,7 @@ NEW = 6
 GREEDY = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
 PROMPTS = [[(7 * i + n) % 60 + 3 for i in range(n)] for n in (5, 2, 14, 1)]  # the window is 8
 TRIED = {name: scheme for name, scheme in SCHEMES.items() if scheme.softcap is None} | {
-    "knee": Scheme(q="auto", k="auto", v="auto"),
+    "knee": Scheme(q="auto", k="auto", v="auto")
 }
 TYPES = ("gpt2", "gpt_neox", "llama", "mistral")
 

@@ -1,7 +1,5 @@
 """A config.json that contradicts itself, the weights or the family is refused with the setting's name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -41,14 +39,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a window of text": ({"sliding_window": "4"}, "config.json: sliding_window is '4', expected a whole number"),
     "a negative window": ({"sliding_window": -1}, "config.json: sliding_window is -1, expected a whole number"),
     "architectures": ({"architectures": 3}, "config.json.*architectures.*3"),
-    "a part without a type": (
-        {"text_config": {"x": 1}},
-        "config.json: text_config is .* expected no such setting",
-    ),
-    "a dtype of whole numbers": (
-        {"dtype": "int8"},
-        "config.json: dtype is torch.int8, expected the name of a",
-    ),
+    "a part without a type": ({"text_config": {"x": 1}}, "config.json: text_config is .* expected no such setting"),
+    "a dtype of whole numbers": ({"dtype": "int8"}, "config.json: dtype is torch.int8, expected the name of a"),
     "is_causal": ({"is_causal": "no"}, "config.json: is_causal is 'no', expected true or false"),
     "kinds of layers": ({"layer_types": ["full_attention"]}, "config.json can't be used.*num_hidden_layers"),
     "a size of another type": ({"hidden_size": "64"}, "config.json can't be used.*hidden_size' expected int, got str"),

@@ -1,7 +1,5 @@
 """A checkpoint loads correctly or raises an error: disagreeing weights and config are never repaired silently."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,13 +7,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaForCausalLM,
-)
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.llama import LlamaForCausalLM
 
 from hf_qknorm import FAMILIES, Scheme, patch_model
 from hf_qknorm.model.derived import derived_model

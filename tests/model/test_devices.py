@@ -1,7 +1,5 @@
 """Models with accelerate's hooks: a device map, or weights offloaded to disk."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import accelerate

@@ -1,7 +1,5 @@
 """Folding the norm before attention: exact without biases, and undone within `as_unpatched`."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

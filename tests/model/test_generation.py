@@ -1,7 +1,5 @@
 """Generation with each kind of cache gives the tokens of full passes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms of latent attention (Han et al. 2026): the formula, the cache, refused schemes, and the package's tools."""
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -18,15 +16,7 @@ from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import QKNormAttention, head_norms, patched_layers
 from hf_qknorm.model.tensor_parallel import plan_norms
-from qknorm_tests.tables import (
-    CHANGED,
-    OLD_TRANSFORMERS,
-    assert_near,
-    make_batch,
-    random_tokens,
-    randomise,
-    sharp_model,
-)
+from qknorm_tests.tables import assert_near, make_batch, random_tokens, randomise, sharp_model
 
 LATENT = [model_type for model_type in known_families() if FAMILIES[model_type].latent]
 NORMS = {"q_norm", "q_rope_norm", "k_norm", "k_rope_norm"}
@@ -80,10 +70,7 @@ def test_a_layer_computes_the_formula(model_type):
     q, latent, turned, *_ = (x.transpose(1, 2) for x in style.project(layer, seen.hidden)[:3])
     up = layer.kv_b_proj.weight.view(-1, width + layer.v_head_dim, layer.kv_lora_rank)[:, :width]
     plain = rms_normed(torch.einsum("hdr,btr->bhtd", up, latent[:, 0]), gains["k_norm"])
-    queries = [
-        rms_normed(q[..., :width], gains["q_norm"]),
-        rms_normed(q[..., width:], gains["q_rope_norm"]),
-    ]
+    queries = [rms_normed(q[..., :width], gains["q_norm"]), rms_normed(q[..., width:], gains["q_rope_norm"])]
     turned = rms_normed(turned, gains["k_rope_norm"])
     kept = {name: getattr(layer, name) for name in ("modelling", "config", "qk_nope_head_dim", "qk_rope_head_dim")}
     own = SimpleNamespace(**kept, normed=lambda name, x: x)
@@ -97,8 +84,6 @@ def test_a_layer_computes_the_formula(model_type):
 @torch.no_grad()
 def test_the_cache_holds_what_it_held_before(model_type):
     """The latents of the first layer to the bit, and keys of the same shape, which all heads share."""
-    if OLD_TRANSFORMERS and model_type in CHANGED:
-        pytest.skip("it cached the keys of all heads then")
     model = sharp_model(model_type).eval()
     plain = copy.deepcopy(model)
     randomise(patch_model(model, RMS))
@@ -184,8 +169,7 @@ def test_calibration_keeps_the_predictions():
 
 
 @pytest.mark.parametrize(
-    ("scheme", "reason"),
-    [(RMS, "norms its queries and keys"), (Scheme(q="rms"), "norms its queries: scaling")],
+    ("scheme", "reason"), [(RMS, "norms its queries and keys"), (Scheme(q="rms"), "norms its queries: scaling")]
 )
 def test_clipping_is_refused_where_it_does_nothing(scheme, reason):
     with pytest.raises(ValueError, match=reason):

@@ -1,7 +1,5 @@
 """`set_knee`: lengths are kept, gains don't change, and a knee of 0 is RMSNorm's form."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ways to move a model's state that are not ours: each brings the norms' knees along, to the bit."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Callable
@@ -15,11 +13,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, init_empty_weights, load_checkpoint_and_dispatch
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.swa_utils import AveragedModel

@@ -3,8 +3,6 @@
 Under FSDP: `tests/training/test_sharded.py`.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from collections.abc import Callable

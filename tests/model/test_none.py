@@ -1,7 +1,5 @@
 """The scheme "none" leaves class, config and files of a model as they are: its attention layers can be watched."""
 
-from __future__ import annotations
-
 import copy
 import json
 

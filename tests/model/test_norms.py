@@ -1,7 +1,5 @@
 """`HeadNorm`: its parameters and initial values, and its knee: a buffer, which no cast changes, and the kept length."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """The report of a calibration stays with the model: saved, loaded, and as it was measured at the conversion."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

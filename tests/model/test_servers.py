@@ -5,8 +5,6 @@ built from the config alone on the meta device, keys and values lie in the serve
 cap and the window of the config, and the scale of the model's own forward.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

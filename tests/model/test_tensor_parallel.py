@@ -1,7 +1,5 @@
 """Two processes that share a patched model compute the same as one, with the gradients of its norms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,20 +1,11 @@
 """Multimodal models: the text tower or a named one is patched, and the checkpoint of the whole model restores it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from transformers import (
-    AutoModel,
-    AutoModelForImageTextToText,
-    CLIPConfig,
-    CLIPModel,
-    PreTrainedModel,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-)
+from transformers import AutoModel, AutoModelForImageTextToText, CLIPConfig, CLIPModel, PreTrainedModel
+from transformers.models.qwen2_vl import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 from hf_qknorm import SCHEMES, calibrate, patch_model, unpatch_model
 from hf_qknorm.model.attention import head_norms, patched_layers

@@ -1,7 +1,5 @@
 """Tools that write weights refuse shared ones, and those that DeepSpeed's optimiser writes over."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable
@@ -32,7 +30,6 @@ TOOLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "folding the norms": (opened, remove_norms),
     "pre_norm=False": (lambda model: model, lambda model: patch_model(model, "qkv_norm")),
 }
-
 
 # Two weights or biases that are one: the layer, the projection and the part of each.
 TIES = [

@@ -1,7 +1,5 @@
 """Inputs that plain transformers refuses are refused by patched models, in steps of one token too."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The implementations of attention, each as it runs here. This folder is on the path, too."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

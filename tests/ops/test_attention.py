@@ -1,7 +1,5 @@
 """Every implementation of attention against the oracle: output, gradients, statistics and dropout, by one table."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,20 +11,11 @@ import torch
 from hf_qknorm.ops import library, reference, tiled
 from hf_qknorm.ops.cpu import attention as cpu
 from hf_qknorm.ops.types import Heads, Options, Visible
-from qknorm_tests.attention_cases import (
-    TILED,
-    Case,
-    Implementation,
-    Problem,
-    Raw,
-    assert_exact,
-    drawn,
-    problem,
-    raw_problem,
-)
+from qknorm_tests.attention_cases import TILED, Case, Implementation, Problem, assert_exact, drawn, problem, raw_problem
 from qknorm_tests.attention_tables import BF16, DTYPES, F16, F32, NORMED, SMALL, TABLE
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import assert_within_budget
+from qknorm_tests.norm_cases import Case as Raw
 from qknorm_tests.norm_cases import spread
 from qknorm_tests.slow import slow_but
 

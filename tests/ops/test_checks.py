@@ -1,7 +1,5 @@
 """Arguments that do not fit: each is refused, or a reason not to take them, before any number is computed."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """`library.attention` under torch.compile: one opaque node, no graph break, no recompilation for each length."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Attention at the limits: NaN, infinity, empty inputs, caps and sinks of any size."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

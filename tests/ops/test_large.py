@@ -1,7 +1,5 @@
 """128k keys, and more numbers than 32 bits count, against the oracle on slices; small where kernels are interpreted."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Norm and RoPE of queries and keys, in C++, in Triton and in few calls of torch, against the specification."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -16,17 +14,7 @@ from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.scheme import Scheme
 from qknorm_tests.covering import covering
 from qknorm_tests.error_budget import assert_within_budget
-from qknorm_tests.norm_cases import (
-    BRAIN,
-    CASES,
-    DEVICE,
-    Case,
-    draw,
-    expected,
-    gradients_like,
-    leaves_of,
-    with_parameters,
-)
+from qknorm_tests.norm_cases import BRAIN, CASES, DEVICE, Case, draw, expected, lay_out, leaves_of, with_parameters
 
 Kernel = Callable[[Heads], tuple[Tensor, Tensor]]
 KERNELS: dict[str, Kernel] = {"triton": library.norm_rope}
@@ -38,6 +26,12 @@ ROWS = [
     *(("cpp", case) for case in TAKEN if {*case.norms} <= {*cpp.KINDS} and "cpp" in KERNELS),
     *(("triton", case) for case in CASES),
 ]
+
+
+def gradients_like(heads: Heads) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    dq, dk = (torch.randn(x.shape, generator=generator).to(DEVICE, x.dtype) for x in heads[:2])
+    return dq, lay_out(dk, "tokens")
 
 
 @pytest.fixture

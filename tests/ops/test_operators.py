@@ -1,7 +1,5 @@
 """The operators under torch's checks and transforms; their memory, layouts and random numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

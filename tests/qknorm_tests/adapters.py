@@ -1,7 +1,5 @@
 """Adapters with random weights, and whether transformers adds PEFT's adapters here."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

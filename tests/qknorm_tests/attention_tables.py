@@ -1,7 +1,5 @@
 """Tables of attention problems: one for every implementation, and one of small problems for Triton's interpreter."""
 
-from __future__ import annotations
-
 import torch
 
 from qknorm_tests.attention_cases import Case

@@ -1,7 +1,5 @@
 """Checkpoints and reports for the tests of model cards."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Python child processes, each with its own home for the code that transformers copies."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Few combinations of several axes that still bring every two values together: covering sets in place of full grids."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from itertools import combinations, product
 from typing import Any

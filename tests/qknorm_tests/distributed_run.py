@@ -3,8 +3,6 @@
 Rank 0 writes the results into the folder. In some tasks they train by QuacK and QKClip.
 """
 
-from __future__ import annotations
-
 import copy
 import os
 from collections.abc import Callable
@@ -23,13 +21,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -137,7 +129,9 @@ def run_case(case: str, folder: Path, rank: int) -> None:
         dist.all_reduce(losses)
         found = {**gradients(model), "loss": losses / WORLD}
         if way != "DDP":
-            state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+            state = states.get_model_state_dict(
+                model, options=states.StateDictOptions(full_state_dict=True, cpu_offload=True)
+            )
             if rank == 0:  # the other ranks' state is empty
                 model.save_pretrained(folder / f"{case} {way}", state_dict=state, max_shard_size="20KB")
         if rank == 0:
@@ -157,8 +151,8 @@ def run_sent(folder: Path, rank: int) -> None:
     with torch.device("meta"):
         model = type(source)(copy.deepcopy(source.config))
     model = sharded(model).to_empty(device="cpu")
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, {} if rank else source.state_dict(), options=options)
+    options = states.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    states.set_model_state_dict(model, {} if rank else source.state_dict(), options=options)
     if rank == 1:
         save_file(knees_of(model), folder / "sent.safetensors")
 
@@ -171,11 +165,11 @@ def run_ruled(model_type: str, folder: Path, rank: int) -> None:
         by = rules(model)
         train(wrapped, by, range(STEPS // 2), rows)
         if way.endswith("resumed"):
-            state, first = get_optimizer_state_dict(model, by[0]), model
+            state, first = states.get_optimizer_state_dict(model, by[0]), model
             model = wrapped = sharded(ruled(model_type))
             model.load_state_dict(first.state_dict())
             by = rules(model)
-            set_optimizer_state_dict(model, by[0], state)
+            states.set_optimizer_state_dict(model, by[0], state)
         train(wrapped, by, range(STEPS // 2, STEPS), rows)
         found = {name: whole(p).clone() for name, p in model.state_dict().items()}
         if rank == 0:

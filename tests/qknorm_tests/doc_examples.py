@@ -1,7 +1,5 @@
 """Where the examples of pages and docstrings run: a folder with small checkpoints and a text, and some names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -20,11 +18,12 @@ TEXT = (ROOT / "LICENSE").read_text(encoding="utf-8")
 CHECKPOINTS = {"llama": "llama", "gpt2": "gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct": "llama"}  # name: type
 
 
-def make_folder(folder: Path) -> None:
+def make_folder(folder: Path) -> Path:
     """Fill `folder` with tiny checkpoints of the names that pages give, with tokenizers, and the text `corpus.txt`."""
     for name, model_type in CHECKPOINTS.items():
         save_with_tokenizer(tiny_model(model_type, vocab_size=257, initializer_range=0.2), folder / name)
     (folder / "corpus.txt").write_text(TEXT, encoding="utf-8")
+    return folder
 
 
 def names(code: str) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """The error of a result, and the assertion that it is within its budget."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Folders of checkpoints: saved, loaded, compared, and changed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -3,8 +3,6 @@
 These imports take a new process longer than most scripts do.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

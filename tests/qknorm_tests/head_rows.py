@@ -1,7 +1,5 @@
 """The outputs of each head in the projections of tiny models with 4 query heads and 2 key heads of 16."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,7 +37,6 @@ ROWS: dict[str, Rows] = {
     },
     "deepseek_v3": LATENT,
 }
-
 
 # the norms of latents, in the attention layer
 LATENT_NORMS = {"uq": "q_a_layernorm", "qr": "q_a_layernorm", "uk": "kv_a_layernorm"}

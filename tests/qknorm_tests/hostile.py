@@ -1,7 +1,5 @@
 """Data from untrusted files: a report, and what a hostile file may hold in place of each of its parts."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

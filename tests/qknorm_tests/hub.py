@@ -1,7 +1,5 @@
 """The Hub in memory, behind the methods of `HfApi` that send requests."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace

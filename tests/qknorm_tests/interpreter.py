@@ -11,8 +11,6 @@ kernel starts. It makes the sizes of each tensor and of its type anew: here, onc
 overflow without reporting it: here, not at all.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from functools import cache

@@ -1,7 +1,5 @@
 """Patched models through the fused kernels, interpreted where there is no GPU, and the operators that they call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Patched models with a knee, and with different gains and mean powers in each norm."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

@@ -1,21 +1,15 @@
 """Masks as models create them, from hf_qknorm and from transformers, and the keys that queries see by them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, masking_utils
 
-from hf_qknorm.attend.calls import is_ranges, make_call
+from hf_qknorm.attend.calls import is_ranges
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.ops import reference
-from hf_qknorm.ops.types import Heads
-from qknorm_tests.tables import dense
 
 CREATE: dict[str, Callable[..., Any]] = {
     "causal": masking_utils.create_causal_mask,
@@ -38,9 +32,6 @@ PADDING = {
 def padded(name: str) -> Tensor | None:
     """The padding of this name, None without any."""
     return torch.tensor(PADDING[name]) if PADDING[name] else None
-
-
-POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 5], [0, 0, 1, 2, 3, 4, 5, 0, 1]])
 
 
 def config(kind: str, window: int = 4, **settings: Any) -> Any:
@@ -67,20 +58,6 @@ def transformers_own(kind: str, settings: Any, *args: Any, **options: Any) -> Te
     mask = create(kind, settings, *args, **always, **options)
     settings._attn_implementation = "hf_qknorm"
     return mask == 0
-
-
-def visible_keys(mask: Tensor | None, expected: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Whether each query sees each key, `[B, 1, T, S]`, in a layer of this causality and window with the mask."""
-    batch, _, queries, keys = expected.shape
-    q, k = torch.zeros(batch, 1, queries, 1), torch.zeros(batch, 1, keys, 1)
-    module: Any = SimpleNamespace(scheme="none", is_causal=causal, runs_own_forward=False)
-    heads, seen, options = make_call(module, Heads(q, k, k), mask, sliding_window=window)
-    kept = heads.k.shape[2]
-    visible = reference.visible(queries, kept, options.causal, options.window).expand(batch, 1, -1, -1)
-    if seen.ranges is not None:
-        visible = visible & dense(seen.ranges, kept)
-    visible = visible if seen.mask is None else visible & seen.mask
-    return torch.nn.functional.pad(visible, (0, keys - kept))
 
 
 def assert_ranges(mask: Tensor, batch: int, queries: int, keys: int) -> None:

@@ -3,8 +3,6 @@
 Each task writes the logits of rank 1 into the folder.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Problems for norm and RoPE, and the oracle's results for them."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
@@ -197,9 +195,3 @@ def expected(heads: Heads, dq: Tensor, dk: Tensor, dtype: torch.dtype) -> dict[s
     q, k = reference.norm_rope(with_parameters(heads._replace(v=leaves["k"]), leaves))
     grads = torch.autograd.grad([q, k], list(leaves.values()), [dq.to(dtype), dk.to(dtype)])
     return {"q̂": q.detach(), "k̂": k.detach(), **dict(zip(leaves, grads, strict=True))}
-
-
-def gradients_like(heads: Heads) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    dq, dk = (torch.randn(x.shape, generator=generator).to(DEVICE, x.dtype) for x in heads[:2])
-    return dq, lay_out(dk, "tokens")

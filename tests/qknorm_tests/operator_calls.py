@@ -1,7 +1,5 @@
 """Calls of the attention operators from loose arguments, named as those of `reference.attention`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Optimisers, and small models to train with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

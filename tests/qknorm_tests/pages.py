@@ -1,7 +1,5 @@
 """The Markdown pages of the repository: their snippets, links, headings, and the code that they name."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Two processes that work together, as two GPUs would: a pair for each task, forked from a process with all imports."""
 
-from __future__ import annotations
-
 import faulthandler
 import importlib
 import os

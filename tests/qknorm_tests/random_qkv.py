@@ -1,7 +1,5 @@
 """Random inputs for attention."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

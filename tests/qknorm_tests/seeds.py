@@ -3,8 +3,6 @@
 The option reaches child processes through the environment: a script that must draw its test's numbers imports this.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Short runs of Trainer on data that a tiny model can learn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

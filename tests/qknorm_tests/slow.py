@@ -1,7 +1,5 @@
 """Cases of tests that are left to `pytest -m slow`."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable
 from typing import Any
 

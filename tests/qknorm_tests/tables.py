@@ -3,10 +3,9 @@
 Random gains, because gains of 1 hide mistakes; large weights, because flat attention hides a lost mask, norm or cap.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,6 +36,7 @@ class Codes(Tensor):
     """A weight as quantisers store it: a parameter of its own class, which computes as floating point."""
 
 
+@cache
 def applies(model_type: str, scheme: Scheme) -> bool:
     """Whether a tiny model of the family can have the scheme: one with norms of its own takes no others."""
     return FAMILIES[model_type].refusal(tiny_config(model_type), scheme) is None
@@ -54,11 +54,8 @@ PAIRS = sorted(
 )
 KNEES = [(model_type, "knee") for model_type in ("gpt2", "llama")]
 
-
-# Before transformers masked the decoder of RoFormer. The code of some types was another then
-OLD_TRANSFORMERS = not hasattr(modeling_roformer, "create_causal_mask")
-CHANGED = {"doge", "moshi"}
-
+# Types whose code was another before transformers masked the decoder of RoFormer
+CHANGED = set() if hasattr(modeling_roformer, "create_causal_mask") else {"doge", "moshi"}
 
 # Their input is more than tokens: tests/families/test_other_models.py runs over them
 OWN_INPUTS = ("musicgen_decoder", "musicgen_melody_decoder")
@@ -68,18 +65,22 @@ def causal_families() -> list[str]:
     """The model types that have a causal language model of tokens; tests/families/test_other_models.py has others."""
     loaded = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *PARTS}
     known = [model_type for model_type in known_families() if model_type in loaded and model_type not in OWN_INPUTS]
-    return [model_type for model_type in known if not (OLD_TRANSFORMERS and model_type in CHANGED)]
+    return [model_type for model_type in known if model_type not in CHANGED]
+
+
+def chosen(config: pytest.Config, few: Iterable[str], every: Iterable[str]) -> list[str]:
+    """The cases of a sweep: the few, with `--all-families` every one, with `--other-families` those that this adds."""
+    cases = {"few": few, "all": every, "others": [case for case in every if case not in few]}
+    return [*cases[config.getoption("families")]]
+
+
+def one_of_each_style() -> list[str]:
+    """Of the types with cross-attention, and of those that take more than others, one of each kind."""
+    return list({_kind(FAMILIES[model_type]): model_type for model_type in reversed(causal_families())}.values())
 
 
 def swept(config: pytest.Config) -> list[str]:
-    """The model types that a sweep runs over: one of each style, or with `--all-families` all.
-
-    Of those with cross-attention, and those that take more than others, it is one of each kind.
-    """
-    known = causal_families()
-    if config.getoption("--all-families"):
-        return known
-    return list({_kind(FAMILIES[model_type]): model_type for model_type in reversed(known)}.values())
+    return chosen(config, one_of_each_style(), causal_families())
 
 
 def _kind(family: Family) -> Any:

@@ -3,8 +3,6 @@
 Rank 0 writes `parallel.safetensors` into that folder: logits, and every gradient, whole. The model is saved to `saved`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch.distributed as dist

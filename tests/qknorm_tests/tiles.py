@@ -1,17 +1,11 @@
 """Tiles of the Triton kernels for short sequences."""
 
-from __future__ import annotations
-
 import pytest
 
 from hf_qknorm.ops.triton import launch, schedule
 from hf_qknorm.ops.triton.architectures import ARCHITECTURES, HOPPER, SMALL, Tile
 
-SHRUNK = {
-    "forward": Tile(16, 32, 4, 1),
-    "query_gradient": Tile(32, 16, 4, 1),
-    "key_gradient": Tile(16, 32, 4, 1),
-}
+SHRUNK = {"forward": Tile(16, 32, 4, 1), "query_gradient": Tile(32, 16, 4, 1), "key_gradient": Tile(16, 32, 4, 1)}
 
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch, **tiles: Tile) -> None:

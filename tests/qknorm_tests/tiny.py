@@ -1,7 +1,5 @@
 """The smallest model of each family that shows what the family has: windows, layers of every kind."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any, Final
 
@@ -96,7 +94,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
         "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]},
             "full_attention": None,
-        },
+        }
     },
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 1.0, "rope_theta": 10000.0},
@@ -133,7 +131,7 @@ TINY_BY_TYPE: Final[dict[str, dict[str, Any]]] = {
         "rope_parameters": {
             **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "llama_4_scaling_beta": 0.1},
             "original_max_position_embeddings": 4,
-        },
+        }
     },
     "mixtral": {"num_experts": 2, "num_local_experts": 2},
     "mllama_text_model": {"cross_attention_layers": [1], "num_hidden_layers": 3, "dropout": 0.1},

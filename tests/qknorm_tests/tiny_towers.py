@@ -1,7 +1,5 @@
 """Tiny multimodal models, each with a tower of text and one of images."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Tiny models that are no causal language models of tokens alone: how each is made, called and trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -47,7 +45,6 @@ MORE = {
     f"{name}-encoder": (name, "AutoModelForMaskedLM" if name in MASKED else "AutoModel", {"is_decoder": False})
     for name in ENCODERS
 } | {name: (name, "AutoModel", {"attention_probs_dropout_prob": 0.1}) for name in ("deit", "ijepa", "vit_msn")}
-
 
 SEQ2SEQ = ("bart", "blenderbot", "blenderbot-small", "marian", "mbart", "pegasus", "plbart")
 # Encoder-decoders, whose three attentions are patched alike, and the codebooks of MusicGen

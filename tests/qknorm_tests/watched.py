@@ -1,7 +1,5 @@
 """For the tests of what watches a model: the hooks on it."""
 
-from __future__ import annotations
-
 from hf_qknorm.model.attention import patched_layers
 
 

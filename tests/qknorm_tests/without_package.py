@@ -4,8 +4,6 @@ Writes logits, loss, gradients and generated tokens to `alone.safetensors` in ea
 `again` in its folder, loads it from there, and writes its logits.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

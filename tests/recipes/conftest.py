@@ -1,7 +1,5 @@
 """The recipes are scripts, not a package: the tests import them from their folders."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

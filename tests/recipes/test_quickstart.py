@@ -3,8 +3,6 @@
 `TQDM_DISABLE=1 jupyter execute --inplace recipes/quickstart.ipynb` stores them anew.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -15,6 +13,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
+pytestmark = pytest.mark.integration
 
 NOTEBOOK = Path(__file__).parents[2] / "recipes" / "quickstart.ipynb"
 LARGEST = 100_000  # bytes

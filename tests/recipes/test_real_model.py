@@ -1,7 +1,5 @@
 """The front page's lines on a real model, which `recipes/real_model.py` fetches: the default keeps its predictions."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The recipes on transformers' Trainer, from end to end, each at its smallest size."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

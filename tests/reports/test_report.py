@@ -1,7 +1,5 @@
 """The report of a calibration: its text, and its JSON."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """A report of a downloaded checkpoint is saved again with the model, or is left out: the user's checkpoint is whole."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The dotted names that stand-alone files and pickles use, which later versions must keep (standalone/README.md)."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import pickletools

@@ -1,7 +1,5 @@
 """The stand-alone file computes the same as the package, without the package."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -19,7 +17,8 @@ from hf_qknorm.files.names import CODE_FILE
 from hf_qknorm.model.derived import derived_config
 from hf_qknorm.standalone.generate import add_standalone, standalone_code
 from qknorm_tests.children import WITHOUT_PACKAGE, child
-from qknorm_tests.tables import MODEL_TYPES, assert_near, causal_families, make_batch, randomise, sharp_model
+from qknorm_tests.pair import run_once
+from qknorm_tests.tables import MODEL_TYPES, assert_near, causal_families, chosen, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_config
 
 BUSY = Scheme(q="rms", k="layer", v="l2", gain="per_head", bias=True, softcap=5.0, scale=0.3)
@@ -41,10 +40,11 @@ CASES = {
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """The cases, and with `--all-families` each family besides."""
     if "case" in metafunc.fixturenames:
-        for t in causal_families() if metafunc.config.getoption("--all-families") else ():
-            refused = FAMILIES[t].refusal(tiny_config(t), NORMED)
-            CASES[f"family {t}"] = (t, CAPPED if refused else NORMED, "left")
-        metafunc.parametrize("case", CASES)
+        few, refused = [*CASES], {t: FAMILIES[t].refusal(tiny_config(t), NORMED) for t in causal_families()}
+        families = {f"family {t}": (t, CAPPED if refused[t] else NORMED, "left") for t in refused}
+        metafunc.parametrize("case", chosen(metafunc.config, few, [*few, *families]))
+        if metafunc.config.getoption("families") != "few":
+            CASES.update(families)
 
 
 def made(name: str) -> PreTrainedModel:
@@ -56,16 +56,19 @@ def made(name: str) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     """Each case as a checkpoint with its batch, run where the package can't be imported."""
-    root = tmp_path_factory.mktemp("alone")
-    folders = {name: root / name.replace(" ", "_") for name in CASES}
-    for name, folder in folders.items():
-        made(name).save_pretrained(folder)
-        add_standalone(folder)
-        batch = make_batch(CASES[name][2])
-        batch.pop("use_cache", None)
-        save_file({key: value.contiguous() for key, value in batch.items()}, folder / "batch.safetensors")
-    child(WITHOUT_PACKAGE, *folders.values(), home=root)
-    return folders
+    places = {name: name.replace(" ", "_") for name in CASES}
+
+    def run(root: Path) -> None:
+        for name, place in places.items():
+            made(name).save_pretrained(root / place)
+            add_standalone(root / place)
+            batch = make_batch(CASES[name][2])
+            batch.pop("use_cache", None)
+            save_file({key: value.contiguous() for key, value in batch.items()}, root / place / "batch.safetensors")
+        child(WITHOUT_PACKAGE, *(root / place for place in places.values()), home=root)
+
+    root = run_once(tmp_path_factory, "alone", run)
+    return {name: root / place for name, place in places.items()}
 
 
 @pytest.mark.costly

@@ -1,7 +1,5 @@
 """Without the package, heads of every kind, encoders and types that take a cap alone compute the same."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -60,7 +58,7 @@ def cases(every: bool) -> Iterator[tuple[str, PreTrainedModel, dict[str, Any]]]:
 def test_without_the_package_models_of_every_kind_compute_the_same(pytestconfig, tmp_path):
     """All load in one process."""
     expected, arguments = [], []
-    for number, (auto, model, batch) in enumerate(cases(pytestconfig.getoption("--all-families"))):
+    for number, (auto, model, batch) in enumerate(cases(pytestconfig.getoption("families") != "few")):
         folder = tmp_path / str(number)
         add_standalone(randomise(model).eval())
         model.save_pretrained(folder)

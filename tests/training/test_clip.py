@@ -1,7 +1,5 @@
 """QK-Clip against its rule computed from all logits, and in training loops."""
 
-from __future__ import annotations
-
 import copy
 import math
 from functools import partial

@@ -1,7 +1,5 @@
 """Training in two processes (DDP, FSDP2) equals that in one."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Runs with a KneeSchedule: its path, resumed runs, checkpoints, and refused runs."""
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

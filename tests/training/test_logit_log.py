@@ -1,7 +1,5 @@
 """The monitor's log: reading, logs of killed and resumed runs, and malformed logs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LogitMonitor: its numbers, its steps, its warnings, and a clean model between samples."""
 
-from __future__ import annotations
-
 import logging
 import math
 

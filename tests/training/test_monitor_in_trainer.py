@@ -1,7 +1,5 @@
 """LogitMonitor in a Trainer: sampled steps, loggers, and logs of resumed runs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

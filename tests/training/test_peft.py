@@ -1,7 +1,5 @@
 """Adapters: norms get the projections' output with the adapter, and norms that PEFT trains are the ones in use."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import peft

@@ -1,7 +1,5 @@
 """Adapters and norms trained by Trainer: LoRA, DoRA and QLoRA learn, resume, load and merge."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """QuacK scales each head's steps by what the vectors on the other side grew, exactly."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """QuacK's guarantee: the mean |change| of a logit in a step depends on no size of weights, biases, gains."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

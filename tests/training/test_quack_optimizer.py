@@ -1,7 +1,5 @@
 """QuacK as an optimiser: saving, copying, schedulers, scalers, closures, the Trainer."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Norms taken away: what `remove_norms` folds, and what it refuses."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training a patched model with Trainer: loss, resuming, gradient checkpointing."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The kernels compile for every CPU, once, in the background, and a failure is reported."""
 
-from __future__ import annotations
-
 import os
 import platform
 import subprocess
@@ -15,6 +13,7 @@ import torch
 from torch.utils import cpp_extension
 
 from hf_qknorm.ops.cpu import build
+from qknorm_tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("compiled")
 
@@ -126,7 +125,7 @@ def test_no_compiler_is_a_reason(
 
 @pytest.mark.costly
 @pytest.mark.parametrize(
-    ("capability", "bf16"), [("AVX2", True), pytest.param("AVX512", False, marks=pytest.mark.slow), ("AVX512", True)]
+    ("capability", "bf16"), slow_but([("AVX2", True)], [("AVX2", True), ("AVX512", False), ("AVX512", True)])
 )
 def test_the_sources_compile_for_every_cpu(
     capability: str, bf16: bool, fresh: Path, monkeypatch: pytest.MonkeyPatch

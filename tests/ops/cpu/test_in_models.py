@@ -1,7 +1,5 @@
 """Norm and RoPE in C++ in patched models: on every backend, in training, under checkpointing and in generation."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

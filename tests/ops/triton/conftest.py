@@ -1,7 +1,5 @@
 """Kernels run natively on a GPU, and elsewhere in Triton's interpreter; without Triton their tests are skipped."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Variants of the attention kernels: tiles, inner loops, splits of keys, layouts, NaN."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The Gluon kernel: the calls that it serves, and its results, on Hopper or in the emulator."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Arguments of the kernels: constants, layouts of the copy engine, addresses of 64 bits, and numbers of dropout."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import triton

@@ -3,8 +3,6 @@
 The test runs this file as a script: kernels that are defined while TRITON_INTERPRET is set can't be compiled.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The attention benchmark in its small mode, and its behaviour on faults."""
 
-from __future__ import annotations
-
 import csv
 
 import pytest

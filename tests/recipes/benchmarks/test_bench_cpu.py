@@ -1,7 +1,5 @@
 """The benchmark of the C++ attention, on small cases."""
 
-from __future__ import annotations
-
 import bench_cpu as bench
 import pytest
 import torch
@@ -9,6 +7,7 @@ import torch
 from hf_qknorm.ops.cpu import build
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(build._why_impossible() is not None, reason="needs the C++ kernels")
 def test_the_page_has_every_implementation(monkeypatch, tmp_path):
     monkeypatch.setattr(bench, "ROWS", (bench.Row(96, 16, torch.float32, bench.ALL), bench.Row(64, 16, torch.bfloat16)))

@@ -1,7 +1,5 @@
 """The host's time of a call of the Triton attention, whose kernels are compiled for a GPU that is not there."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("triton", reason="needs Triton, which compiles the kernels")

@@ -1,7 +1,5 @@
 """A model's training step, with tiny models where no GPU is."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import pytest

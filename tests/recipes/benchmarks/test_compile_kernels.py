@@ -1,7 +1,5 @@
 """The report of compiled kernels: its limits, tables and complaints by GPU; and some kernels, which keep them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 

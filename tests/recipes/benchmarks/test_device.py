@@ -1,7 +1,5 @@
 """The script for a GPU, without one: its plan, the independence of its stages, and its exit status."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The operators refuse arguments that do not fit, by name; the fuzz that shows it finds faults; its page is current."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a conversion of a real model keeps, and what it costs, with a tiny one."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
