@@ -1,4 +1,4 @@
-"""Continue pretraining of a converted model: patch, calibrate, lower the knee over half of the run, watch logits.
+"""Continue pretraining of a converted model: patch, calibrate, train on, watch logits.
 
     python recipes/pretrain.py
     python recipes/pretrain.py --checkpoint gpt2 --text corpus.txt --scheme qk_norm_cap --max_steps 2000
