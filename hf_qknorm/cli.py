@@ -190,8 +190,8 @@ def push(
     from hf_qknorm import push_to_hub
 
     where: dict[str, Any] = {"private": private, "revision": revision, "commit_message": message, "dry_run": dry_run}
-    if (url := push_to_hub(checkpoint, repo, **where)) is not None:
-        echo(f"pushed: {url}")
+    url = push_to_hub(checkpoint, repo, **where)
+    echo("\ndry run: nothing was uploaded" if dry_run else f"pushed: {url}")
 
 
 @command()
