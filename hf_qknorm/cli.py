@@ -60,7 +60,9 @@ def print_version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, Option("--version", is_eager=True, callback=print_version, help="Print it.")] = False,
+    version: Annotated[
+        bool, Option("--version", is_eager=True, callback=print_version, help="Print the version.")
+    ] = False,
 ) -> None: ...
 
 
@@ -69,9 +71,9 @@ def demo(
     data: Data = None,
     checkpoint: Annotated[str | None, Option(metavar="CKPT", help="Start from this instead of a small Llama.")] = None,
     scheme: SchemeOption = "qk_norm_cap",
-    base_steps: Annotated[int, Option(min=1, metavar="N", help="Steps of training for the small Llama.")] = 120,
-    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of continued training: 120.")] = None,
-    rate: Annotated[float, Option(min=1e-12, max=1, metavar="N", help="The usual rate; ten times it runs too.")] = 1e-3,
+    base_steps: Annotated[int, Option(min=1, metavar="N", help="Steps of training for the small Llama.")] = 80,
+    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of continued training: 80.")] = None,
+    rate: Annotated[float, Option(min=1e-12, max=1, metavar="N", help="The lower learning rate of two.")] = 1e-3,
     out: Out = "./qknorm-demo",
 ) -> None:
     """Train, convert, train on, compare and plot a small model.
@@ -89,7 +91,7 @@ def inspect(
     data: Data = None,
     max_tokens: MaxTokens = 16_384,
     length: Length = None,
-    cap: Annotated[float | None, Option(min=1e-6, max=1e6, metavar="N", help="Not its own cap, or 50.")] = None,
+    cap: Annotated[float | None, Option(min=1e-6, max=1e6, metavar="N", help="By default its own cap, or 50.")] = None,
     out: Out = "./qknorm-inspect",
 ) -> None:
     """Measure a checkpoint's attention, and advise a scheme."""
@@ -113,8 +115,8 @@ def convert(
     destination: Folder,
     scheme: SchemeOption = "qk_norm_cap",
     data: Data = None,
-    knee: Annotated[float | None, Option(min=0, metavar="N", help="Not the least that keeps the loss.")] = None,
-    exportable: Annotated[bool, Option("--exportable", help="A knee with an export of the same bits.")] = False,
+    knee: Annotated[float | None, Option(min=0, metavar="N", help="By default the least that costs little.")] = None,
+    exportable: Annotated[bool, Option("--exportable", help="Choose a knee that `export` keeps.")] = False,
     max_loss_increase: Increase = None,
     length: Length = None,
     max_tokens: MaxTokens = 262_144,
@@ -166,7 +168,10 @@ def card(
     checkpoint: Patched,
     repo: Annotated[str | None, Option(metavar="REPO", help="The checkpoint's name on the Hub.")] = None,
 ) -> None:
-    """Write the model card of a patched checkpoint, with a plot, from its config and its report."""
+    """Write the model card of a patched checkpoint.
+
+    Card and plot are made from the checkpoint's config and the report of its conversion.
+    """
     from hf_qknorm.convert.card import write_card
 
     echo(f"written: {', '.join(map(str, write_card(checkpoint, repo_id=repo)))}")
@@ -185,8 +190,8 @@ def push(
     from hf_qknorm import push_to_hub
 
     where: dict[str, Any] = {"private": private, "revision": revision, "commit_message": message, "dry_run": dry_run}
-    if (url := push_to_hub(checkpoint, repo, **where)) is not None:
-        echo(f"pushed: {url}")
+    url = push_to_hub(checkpoint, repo, **where)
+    echo("\ndry run: nothing was uploaded" if dry_run else f"pushed: {url}")
 
 
 @command()

@@ -37,9 +37,9 @@ from hf_qknorm.scheme import Scheme
 from hf_qknorm.small_model import LENGTH, Run, aligned, byte_tokenizer, mean_loss, measure, small_llama, train
 
 REPORT, PLOT, MODEL = WRITTEN = ("demo.json", "demo.png", "model")
-BATCH, RUN_BATCH = 8, 4  # sequences in a batch, and in one of continued training
-STEPS, BASE_RATE, TIMES = 120, 2e-3, 10  # of continued training; of the small Llama; of the usual rate, for two runs
-LOOKS = 6  # evaluations of a run after the first
+BATCH, RUN_BATCH = 8, 2  # sequences in a batch, and in one of continued training
+STEPS, BASE_RATE, TIMES = 80, 2e-3, 10  # of continued training; of the small Llama; of the usual rate, for two runs
+LOOKS = 5  # evaluations of a run
 WIDTH = 118  # characters of a line with a text
 Batches = dict[str, list[Tensor]]
 BAR: Final = "{desc}: {percentage:3.0f}%|{bar:30}| {elapsed} so far, about {remaining} left"
@@ -50,7 +50,7 @@ def run_demo(
     checkpoint: str | None = None,
     scheme: Scheme | str = "qk_norm_cap",
     *,
-    base_steps: int = 120,
+    base_steps: int = 80,
     steps: int | None = None,
     rate: float = 1e-3,
     out: str = "./qknorm-demo",
@@ -89,7 +89,7 @@ def run_demo(
             _write(report, [], folder)
             _say(f"   figure: {folder / PLOT}\n   checkpoint: {folder / MODEL}")
             if more:
-                _train_on(models, batches, rate, bar, partial(_write, report, folder=folder))
+                _train_on(models, report["conversion"], batches, rate, bar, partial(_write, report, folder=folder))
     finally:
         torch.set_num_threads(threads)
     print(f"\nwritten: {', '.join(str(folder / name) for name in WRITTEN)}")
@@ -128,7 +128,7 @@ def _progress(batches: Batches, *, trains_base: bool) -> Any:
     """A bar over the whole demo; its unit is the work of training on a token."""
     tokens = {name: sum(batch.numel() for batch in found) for name, found in batches.items()}
     total = tokens["base"] * trains_base + 4 * tokens["calibration"]  # a conversion is as much work
-    total += 4 * (tokens["continued"] + (LOOKS + 1) * tokens["held_out"] // 2) if tokens["continued"] else 0
+    total += 4 * (tokens["continued"] + LOOKS * tokens["held_out"] // 2) if tokens["continued"] else 0
     return progress_bar(total=total, desc="starting", bar_format=BAR, mininterval=1, smoothing=0.02)
 
 
@@ -162,20 +162,25 @@ def _convert(base: Any, scheme: Scheme, batches: Batches, bar: Any) -> tuple[dic
     return models, {"scheme": scheme, "conversion": conversion, "calibration": calibration.to_dict()}
 
 
-def _train_on(models: dict[str, Any], batches: Batches, rate: float, bar: Any, write: Callable[..., None]) -> None:
-    """Train a copy of each model at each rate, on the same batches; report and figure are written after each."""
+def _train_on(
+    models: dict[str, Any], before: dict[str, Any], batches: Batches, rate: float, bar: Any, write: Callable[..., None]
+) -> None:
+    """Train a copy of each model at each rate, on the same batches; report and figure are written after each.
+
+    `before` has what was measured of the models.
+    """
     steps, tokens = len(batches["continued"]), batches["continued"][0].numel()
     every, looking = max(steps // LOOKS, 1), sum(batch.numel() for batch in batches["held_out"]) // 2
     _say(f"\ntrained on: {steps} more steps from unpatched and from calibrated, on the same text in the same order")
     _say(aligned("", "loss before", "loss after", "largest |logit|"))
     runs: list[Run] = []
     for pace, (name, start) in product((TIMES * rate, rate), models.items()):
-        model, run = copy.deepcopy(start), Run(name, pace)
+        model, run = copy.deepcopy(start), Run(name, pace, {0: before[name]})
         bar.set_description_str(f"{name}, rate {pace:g}")
 
         def look(step: int, model: Any = model, run: Run = run) -> None:
             bar.update(tokens if step else 0)
-            if step % every == 0 or step == steps:
+            if step and (step % every == 0 or step == steps):
                 run.measured[step] = measure(model, batches["held_out"])
                 bar.update(looking)
 

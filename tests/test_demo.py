@@ -91,7 +91,7 @@ def test_an_interrupted_demo_keeps_its_results(here, capsys, monkeypatch):
     measure, calls = demo_module.measure, iter(range(100))
 
     def measured(model, batches):
-        if next(calls) in (2, 3 + 3 + 3 + 2):  # of the first demo, and of the second
+        if next(calls) in (2, 3 + 3 + 2 + 1):  # of the first demo, and of the second
             os.kill(os.getpid(), signal.SIGINT)
         return measure(model, batches)
 

@@ -153,7 +153,10 @@ def test_a_model_without_a_tokenizer_is_pushed_with_a_warning_and_its_card(hub, 
 def test_a_dry_run_lists_the_files_and_sends_nothing(hub, out, capsys):
     litter(out)
     assert push_to_hub(out, "me/tiny", dry_run=True) is None
-    listed = [line.split()[-1] for line in capsys.readouterr().out.splitlines()]
+    printed = capsys.readouterr().out
+    listed = [line.split()[-1] for line in printed.splitlines()]
+    assert cli.main(["push", str(out), "me/tiny", "--dry-run"]) == 0
+    assert capsys.readouterr().out == f"{printed}\ndry run: nothing was uploaded\n"
     assert hub.calls == []
     push_to_hub(out, "me/tiny")
     assert sorted(hub.files("me/tiny")) == sorted(listed)

@@ -1,8 +1,6 @@
 // Norm and RoPE of heads, and their gradients: one pass over each row, in fp32, rounded once.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -227,7 +225,7 @@ void all_gradients(const at::Tensor& x, const at::Tensor& grad, const Steps& by,
 }  // namespace
 
 at::Tensor norm_rope(const at::Tensor& x, const NormRope& by) {
-  at::Tensor out = at::empty(x.sizes(), x.options());
+  at::Tensor out = x.new_empty(x.sizes());
   const Steps steps(x, by);
   with_dtype(x.scalar_type(), [&](auto zero) { all_rows<decltype(zero)>(x, steps, out); });
   return out;
@@ -236,9 +234,9 @@ at::Tensor norm_rope(const at::Tensor& x, const NormRope& by) {
 HeadGradients norm_rope_backward(const at::Tensor& grad, const at::Tensor& x, const NormRope& by) {
   const Steps steps(x, by);
   const auto sums = [&](const Parameter& parameter) {
-    return at::zeros({parameter.data ? x.size(1) : 0, x.size(3)}, x.options().dtype(at::kFloat));
+    return x.new_zeros({parameter.data ? x.size(1) : 0, x.size(3)}, at::kFloat);
   };
-  at::Tensor dx = at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
+  at::Tensor dx = x.new_empty({x.size(0), x.size(2), x.size(1), x.size(3)});
   at::Tensor dgain = sums(steps.gain), dbias = sums(steps.bias);
   with_dtype(x.scalar_type(), [&](auto zero) {
     all_gradients(x, grad, steps, dx.data_ptr<decltype(zero)>(), steps.gain.data ? dgain.data_ptr<float>() : nullptr,

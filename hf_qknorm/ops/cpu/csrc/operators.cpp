@@ -1,6 +1,4 @@
 // The operators, for the CPU alone. Each checks its arguments before it reads them.
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include "attention.h"
@@ -46,7 +44,7 @@ struct Call {
 
 // Empty heads [B, H, T, D], laid out as [B, T, H, D]
 Tensor laid_out(const Tensor& x) {
-  return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options()).transpose(1, 2);
+  return x.new_empty({x.size(0), x.size(2), x.size(1), x.size(3)}).transpose(1, 2);
 }
 
 // For gradients there is a normaliser.
@@ -56,7 +54,7 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& q, const Tensor& k, const T
                                        double dropout, bool gradients) {
   const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
   Tensor out = laid_out(q);
-  Tensor normaliser = at::empty({q.size(0), q.size(1), gradients ? q.size(2) : 0, 2}, q.options().dtype(at::kFloat));
+  Tensor normaliser = q.new_empty({q.size(0), q.size(1), gradients ? q.size(2) : 0, 2}, at::kFloat);
   if (gradients || !forward_few_rows(call.problem, heads_of(out)))
     forward(call.problem, heads_of(out), gradients ? normaliser.data_ptr<float>() : nullptr);
   return {out, normaliser};
@@ -69,9 +67,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_backward(
   const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, dropout);
   check_gradients(q, grad, out, normaliser, parts);
   const Tensor dense_grad = dense(grad), dense_out = dense(out), pairs = normaliser.contiguous();
-  const auto numbers = pairs.options();
-  Tensor dq = at::zeros({parts, q.size(0), q.size(1), q.size(2), q.size(3)}, numbers), dk = laid_out(k), dv = laid_out(v);
-  Tensor delta = at::empty({q.size(0), q.size(1), q.size(2)}, numbers);
+  Tensor dq = pairs.new_zeros({parts, q.size(0), q.size(1), q.size(2), q.size(3)}), dk = laid_out(k), dv = laid_out(v);
+  Tensor delta = pairs.new_empty({q.size(0), q.size(1), q.size(2)});
   backward(call.problem, {heads_of(dense_grad), heads_of(dense_out), pairs.const_data_ptr<float>(), dq.data_ptr<float>(),
                           parts, heads_of(dk), heads_of(dv), delta.data_ptr<float>()});
   return {(parts == 1 ? dq[0] : dq.sum(0)).to(q.scalar_type()), dk, dv, delta};
@@ -81,7 +78,7 @@ Tensor run_measure(const Tensor& q, const Tensor& k, const Tensor& v, const Mayb
                    const MaybeTensor& seed, double scale, std::optional<double> cap, bool causal,
                    std::optional<int64_t> window, double, double threshold) {
   const Call call(q, k, v, ranges, sinks, seed, scale, cap, causal, window, 0.0);  // logits know no dropout
-  Tensor results = at::zeros({q.size(0), q.size(1), q.size(2), 5}, q.options().dtype(at::kFloat));
+  Tensor results = q.new_zeros({q.size(0), q.size(1), q.size(2), 5}, at::kFloat);
   static_assert(sizeof(RowStatistics) == 5 * sizeof(float));
   measure(call.problem, threshold, reinterpret_cast<RowStatistics*>(results.data_ptr<float>()));
   return results;

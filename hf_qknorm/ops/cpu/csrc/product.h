@@ -71,14 +71,15 @@ inline void multiply_tile(A a, const N* b, int64_t b_stride, float* c, int64_t c
     }
 }
 
-// The last rows, fewer than TILE_ROWS.
+// The last rows, fewer than 2·ROWS, by tiles of powers of two.
 template <int ROWS, int VECTORS, bool ADD, class A, class N>
 inline void multiply_rest(
     int64_t rows, A a, const N* b, int64_t b_stride, float* c, int64_t c_stride, int64_t inner) {
-  if constexpr (ROWS > 0) {
-    if (rows == ROWS) return multiply_tile<ROWS, VECTORS, ADD>(a, b, b_stride, c, c_stride, inner);
-    multiply_rest<ROWS - 1, VECTORS, ADD>(rows, a, b, b_stride, c, c_stride, inner);
+  if (rows >= ROWS) {
+    multiply_tile<ROWS, VECTORS, ADD>(a, b, b_stride, c, c_stride, inner);
+    rows -= ROWS, a = a.from_row(ROWS), c += ROWS * c_stride;
   }
+  if constexpr (ROWS > 1) multiply_rest<ROWS / 2, VECTORS, ADD>(rows, a, b, b_stride, c, c_stride, inner);
 }
 
 template <int VECTORS, bool ADD, class A, class N>
@@ -87,8 +88,7 @@ inline void multiply_columns(
   int64_t m = 0;
   for (; m + TILE_ROWS <= rows; m += TILE_ROWS)
     multiply_tile<TILE_ROWS, VECTORS, ADD>(a.from_row(m), b, b_stride, c + m * c_stride, c_stride, inner);
-  multiply_rest<TILE_ROWS - 1, VECTORS, ADD>(
-      rows - m, a.from_row(m), b, b_stride, c + m * c_stride, c_stride, inner);
+  multiply_rest<4, VECTORS, ADD>(rows - m, a.from_row(m), b, b_stride, c + m * c_stride, c_stride, inner);
 }
 
 template <bool ADD, class A, class N>
