@@ -151,7 +151,10 @@ def load_tokenizer(name: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # of each tokenizer library, and of transformers, whose messages have paragraphs
         kind = OSError if isinstance(error, OSError) else ValueError
-        raise kind(f"{name}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
+        problem = " ".join(str(error).split())
+        raise kind(
+            f"{name}: no tokenizer can be loaded: {problem}. Copy its files there, or in Python pass tokenizer="
+        ) from error
 
 
 def has_tokenizer(folder: Path) -> bool:
