@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CARD, CONFIG, GENERATED, INDEX, SINGLE, TOKENIZER_FILES, check_inside, side_files
 from hf_qknorm.files.paths import is_repo_id, user_path
 from hf_qknorm.files.untrusted import read_json
@@ -293,5 +294,10 @@ def _load(source: Source, place: Path | None, **options: Any) -> Any:
         raise ValueError(
             f"{source.folder}: {norms[0]} is the weight of a norm that a {named} does not have, by its "
             f"{CONFIG}. Restore the {CONFIG} that belongs to these weights"
+        )
+    if (extra := sorted(info["unexpected_keys"])) and place is None:  # once, by the headers
+        logger.warning(
+            f"{source.folder}: {len(extra)} tensors are not loaded, first {shorten(extra[0])}: a {named} does not have "
+            "them, and a checkpoint that is written from it lacks them"
         )
     return model

@@ -15,6 +15,7 @@ from hf_qknorm.attend import functions
 from hf_qknorm.families import Family, family_of
 from hf_qknorm.files.log import logger
 from hf_qknorm.model.accelerate_hooks import check_offload
+from hf_qknorm.model.adapters import is_adapter_layer
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_config
@@ -217,7 +218,7 @@ def _require_bare(model: Any) -> None:
             "the attention layers of this model are watched, as after an exception in a step that a LogitMonitor "
             "samples: call its close() before you patch the model"
         )
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if getattr(model, "_hf_peft_config_loaded", False) or any(map(is_adapter_layer, model.modules())):
         raise ValueError("this model has adapters: patch it first, then add them (or merge them before patching)")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(

@@ -199,8 +199,11 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _patched(model: PreTrainedModel, scheme: Scheme) -> Iterator[None]:
     """Patch an unpatched model for the duration, with an attention function that forms no T×S mask."""
+    configs = [(module, module.config) for module in model.modules() if "config" in vars(module)]
     patch_model(model, scheme, attn_implementation="hf_qknorm")
     try:
         yield
     finally:
         unpatch_model(model)
+        for module, config in configs:  # which others may hold too
+            module.config = config

@@ -26,11 +26,12 @@ FAMILIES_TRIED = ("gemma2", "gpt2", "llama", "qwen3")
 def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     model = sharp_model(family).train()
     before, weights = fingerprint(model), {name: x.clone() for name, x in model.state_dict().items()}
-    backend, batch = model.config._attn_implementation, tokens(2, 20)
+    config, backend, batch = model.config, model.config._attn_implementation, tokens(2, 20)
     found = inspect_model(model, [batch, tokens(1, 12)])
     assert fingerprint(model) == before
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
     assert model.training
+    assert model.config is model.base_model.config is config
     assert model.config._attn_implementation == backend
     assert (found.tokens, found.length, found.scheme, found.patched) == (52, 20, None, None)
     assert (found.model, found.model_type) == (model.name_or_path or type(model).__name__, family)

@@ -115,6 +115,8 @@ def test_tensors_that_the_model_takes_are_kept_in_batches_as_they_are():
         ([{"input_ids": [1, 2]}], r"got a mapping of input_ids list: .* make batches in a DataLoader"),
         ([{"input_ids": torch.ones(2, 9), "attention_mask": torch.ones(3, 9)}], r"mask \[3, 9\]: expected texts"),
         ([{"input_ids": torch.ones(9)}], r"got a mapping of input_ids \[9\]: expected texts"),
+        ([torch.ones(2, 9), torch.ones(0, 9)], r"a batch is empty \(input_ids \[0, 9\]\)"),
+        ([{"pixel_values": torch.ones(0, 3, 8, 8)}], r"a batch is empty \(pixel_values \[0, 3, 8, 8\]\)"),
         ({"input_ids": torch.ones(2, 2)}, "the data is of type dict: expected texts"),
         (torch.ones(2, 2), "the data is of type Tensor: expected texts"),
         ([torch.ones(2, 2), "text"], "got str: expected texts"),
