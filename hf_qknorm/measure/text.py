@@ -158,6 +158,8 @@ def as_batches(
         raise ValueError(f"the data is empty: {EXPECTED}")
     items = chain([first], items)
     if isinstance(first, str):
+        if not isinstance(data, str) and len(first) <= LONGEST and os.path.exists(first):
+            raise ValueError(f"the data is a list of paths ({shorten(first)}): give one path, of a file or folder")
         if tokenizer == "":
             raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer

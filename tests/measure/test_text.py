@@ -117,6 +117,7 @@ def test_tensors_that_the_model_takes_are_kept_in_batches_as_they_are():
         ([{"input_ids": torch.ones(9)}], r"got a mapping of input_ids \[9\]: expected texts"),
         ([torch.ones(2, 9), torch.ones(0, 9)], r"a batch is empty \(input_ids \[0, 9\]\)"),
         ([{"pixel_values": torch.ones(0, 3, 8, 8)}], r"a batch is empty \(pixel_values \[0, 3, 8, 8\]\)"),
+        ([__file__, __file__], r"the data is a list of paths \('.*'\): give one path, of a file or folder"),
         ({"input_ids": torch.ones(2, 2)}, "the data is of type dict: expected texts"),
         (torch.ones(2, 2), "the data is of type Tensor: expected texts"),
         ([torch.ones(2, 2), "text"], "got str: expected texts"),
