@@ -52,15 +52,14 @@ def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: A
 
     held, used = list(_schemes_in(model.config)), []
     for name, layer in patched_layers(model).items():
-        own: Any = layer.config
-        if not layer.scheme.changes_nothing and (type(own), own.qk_norm) not in held:
+        used.append((type(layer.config), layer.scheme.to_dict()))
+        if not layer.scheme.changes_nothing and used[-1] not in held:
             raise ValueError(
                 f"{name} of this {type(model).__name__} is patched, and the model's config does not hold its scheme "
-                f"({layer.scheme}): a checkpoint would load without it. Call unpatch_model on the part that was "
-                "patched by itself, and patch_model on the whole model (tower=... names a part); or save that part "
-                "by itself"
+                f"({layer.scheme}): a checkpoint would load without it. Restore the config, if its scheme was changed; "
+                "or call unpatch_model on the part that was patched by itself, and patch_model on the whole model "
+                "(tower=... names a part); or save that part by itself"
             )
-        used.append((type(own), getattr(own, "qk_norm", None)))
     if unused := [scheme for cls, scheme in held if (cls, scheme) not in used]:
         raise ValueError(
             f"this {type(model).__name__}'s config holds a scheme ({Scheme.from_dict(unused[0])}) that no layer has, "

@@ -164,6 +164,14 @@ def test_the_whole_of_an_unpatched_part_is_not_saved(part, scheme, tmp_path):
     assert type(type(model).from_pretrained(tmp_path / "whole").get_submodule(part)) is type(inner)
 
 
+def test_a_scheme_that_was_changed_in_the_config_alone_is_not_saved(tmp_path):
+    model = patch_model(sharp_model("llama"), "soft_cap")
+    model.config.set_scheme(Scheme(softcap=30.0))
+    with pytest.raises(ValueError, match=r"config does not hold its scheme \(softcap=50.0\)"):
+        model.save_pretrained(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 class LlamaWithValue(LlamaForCausalLM):
     """A class of a user's own."""
 
