@@ -126,8 +126,9 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     The model then computes what its weights give without norms and cap. In a multimodal model every patched tower is
     restored.
 
-    Raises ValueError if the model is not patched, or sharded by FSDP2. Raises it for `pre_norm=False` too: the norm
-    before attention is part of the projections, and can't be separated from them after training.
+    Raises ValueError if the model is not patched, has adapters, or is sharded by FSDP2. Raises it for
+    `pre_norm=False` too: the norm before attention is part of the projections, and can't be separated from them after
+    training.
 
     >>> model = qk.patch_model(model, scheme="qk_norm_cap")
     >>> type(qk.unpatch_model(model)).__name__
@@ -145,6 +146,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     if not _is_patched(model):
         inner = "unpatch the model inside, once adapters are merged" if layers else "there is no scheme to remove"
         raise ValueError(f"{type(model).__name__} is not patched: {inner}")
+    if any(map(is_adapter_layer, model.modules())):  # their files name the patched model as their base
+        raise ValueError("this model has adapters, and they were trained with the scheme: merge and unload them first")
     if "FSDP" in type(model).__name__:  # FSDP2's class would be lost
         raise ValueError(
             f"this model is sharded by FSDP2 ({type(model).__name__}): unpatch a model before it is sharded"
