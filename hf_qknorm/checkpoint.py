@@ -296,8 +296,5 @@ def _load(source: Source, place: Path | None, **options: Any) -> Any:
             f"{CONFIG}. Restore the {CONFIG} that belongs to these weights"
         )
     if (extra := sorted(info["unexpected_keys"])) and place is None:  # once, by the headers
-        logger.warning(
-            f"{source.folder}: {len(extra)} tensors are not loaded, first {shorten(extra[0])}: a {named} does not have "
-            "them, and a checkpoint that is written from it lacks them"
-        )
+        logger.warning(f"{source.folder}: a {named} has no place for {len(extra)} tensors, and drops {shorten(extra)}")
     return model
