@@ -48,6 +48,23 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     assert list(found.layers) == list(patched_layers(model))
 
 
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupted_inspection_leaves_the_model_as_it_was(call, monkeypatch):
+    model, calls = sharp_model("llama").train(), []
+    before, config = fingerprint(model), model.config
+
+    def unpatch(model):
+        calls.append(model)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return unpatch_model(model)
+
+    monkeypatch.setattr("hf_qknorm.inspection.inspect.unpatch_model", unpatch)
+    with pytest.raises(KeyboardInterrupt):
+        inspect_model(model, [tokens(2, 20)])
+    assert (fingerprint(model), model.training, model.config is config) == (before, True, True)
+
+
 @pytest.mark.parametrize("family", FAMILIES_TRIED)
 def test_schemes_that_may_suit_the_model_are_tried(family):
     model, batch, has = sharp_model(family), tokens(2, 20), FAMILIES[family]
