@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
+from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CARD, CONFIG, GENERATED, INDEX, SINGLE, TOKENIZER_FILES, check_inside, side_files
 from hf_qknorm.files.paths import is_repo_id, user_path
 from hf_qknorm.files.untrusted import read_json
@@ -297,4 +298,6 @@ def _load(source: Source, place: Path | None, **options: Any) -> Any:
             f"{source.folder}: {norms[0]} is the weight of a norm that a {named} does not have, by its "
             f"{CONFIG}. Restore the {CONFIG} that belongs to these weights"
         )
+    if (extra := sorted(info["unexpected_keys"])) and place is None:  # once, by the headers
+        logger.warning(f"{source.folder}: a {named} has no place for {len(extra)} tensors, and drops {shorten(extra)}")
     return model

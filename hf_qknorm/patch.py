@@ -15,6 +15,7 @@ from hf_qknorm.attend import functions
 from hf_qknorm.families import Family, family_of
 from hf_qknorm.files.log import logger
 from hf_qknorm.model.accelerate_hooks import check_offload
+from hf_qknorm.model.adapters import is_adapter_layer
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_config
@@ -125,8 +126,9 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     The model then computes what its weights give without norms and cap. In a multimodal model every patched tower is
     restored.
 
-    Raises ValueError if the model is not patched, or sharded by FSDP2. Raises it for `pre_norm=False` too: the norm
-    before attention is part of the projections, and can't be separated from them after training.
+    Raises ValueError if the model is not patched, has adapters, or is sharded by FSDP2. Raises it for
+    `pre_norm=False` too: the norm before attention is part of the projections, and can't be separated from them after
+    training.
 
     >>> model = qk.patch_model(model, scheme="qk_norm_cap")
     >>> type(qk.unpatch_model(model)).__name__
@@ -144,6 +146,8 @@ def unpatch_model(model: PreTrainedModel) -> PreTrainedModel:
     if not _is_patched(model):
         inner = "unpatch the model inside, once adapters are merged" if layers else "there is no scheme to remove"
         raise ValueError(f"{type(model).__name__} is not patched: {inner}")
+    if any(map(is_adapter_layer, model.modules())):  # their files name the patched model as their base
+        raise ValueError("this model has adapters, and they were trained with the scheme: merge and unload them first")
     if "FSDP" in type(model).__name__:  # FSDP2's class would be lost
         raise ValueError(
             f"this model is sharded by FSDP2 ({type(model).__name__}): unpatch a model before it is sharded"
@@ -217,7 +221,7 @@ def _require_bare(model: Any) -> None:
             "the attention layers of this model are watched, as after an exception in a step that a LogitMonitor "
             "samples: call its close() before you patch the model"
         )
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if getattr(model, "_hf_peft_config_loaded", False) or any(map(is_adapter_layer, model.modules())):
         raise ValueError("this model has adapters: patch it first, then add them (or merge them before patching)")
     if getattr(model, "hf_quantizer", None) is not None:
         raise ValueError(

@@ -9,7 +9,7 @@ from hf_qknorm.checkpoint import load_causal, load_model, load_tokenizer, open_s
 from hf_qknorm.inspection import inspect
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.model.placement import placement
-from qknorm_tests.folders import configure, save_with_tokenizer
+from qknorm_tests.folders import configure, edit, save_with_tokenizer
 from qknorm_tests.tables import sharp_model
 from qknorm_tests.tiny import tiny_model
 
@@ -29,6 +29,15 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
     source = open_source(tmp_path)
     with pytest.raises(ValueError, match="the checkpoint is a LlamaModel, which predicts no tokens to measure"):
         load_causal(source)
+
+
+def test_a_warning_names_tensors_that_the_class_does_not_load(tmp_path, caplog):
+    tiny_model("llama").save_pretrained(tmp_path)
+    open_source(tmp_path)
+    assert not caplog.text
+    edit(tmp_path, lambda tensors: tensors.update({"v_head.weight": torch.ones(1, 8)}))
+    load_model(open_source(tmp_path))
+    assert caplog.text.count("a LlamaForCausalLM has no place for 1 tensors, and drops ['v_head.weight']") == 1
 
 
 def test_a_quantised_checkpoint_is_opened(tmp_path):

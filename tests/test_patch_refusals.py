@@ -80,6 +80,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: GPT2LMHeadModel(GPT2Config(**TINY, add_cross_attention=True)),
         ("add_cross_attention",),
     ),
+    "PEFT's inner model": (
+        lambda: peft.get_peft_model(sharp_model("llama"), LORA).get_base_model(),
+        ("patch it first",),
+    ),
     "PEFT": (lambda: peft.get_peft_model(sharp_model("llama"), LORA), ("get_peft_model",)),
     "DDP": (
         lambda: nn.parallel.DistributedDataParallel(sharp_model("llama")),

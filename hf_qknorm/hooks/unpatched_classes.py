@@ -9,6 +9,7 @@ from typing import Any
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX, classes_of
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.scheme import Scheme
 
 
 def check_config(post_init: Callable[..., None], config: Any, /, **settings: Any) -> None:
@@ -42,22 +43,29 @@ def check_weights(
 
 
 def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save a model by transformers' `save`, and refuse one with patched layers whose scheme its config does not hold.
+    """Save a model by transformers' `save`, and refuse one whose layers have another scheme than its config.
 
-    Such is the whole of a model in which a part was patched by itself. Raises ValueError before anything is written.
+    Such is the whole of a model in which a part was patched, or unpatched, by itself. Raises ValueError before anything
+    is written.
     """
     from hf_qknorm.model.attention import patched_layers
 
-    held = list(_schemes_in(model.config))
+    held, used = list(_schemes_in(model.config)), []
     for name, layer in patched_layers(model).items():
-        own: Any = layer.config
-        if not layer.scheme.changes_nothing and (type(own), own.qk_norm) not in held:
+        used.append((type(layer.config), layer.scheme.to_dict()))
+        if not layer.scheme.changes_nothing and used[-1] not in held:
             raise ValueError(
                 f"{name} of this {type(model).__name__} is patched, and the model's config does not hold its scheme "
-                f"({layer.scheme}): a checkpoint would load without it. Call unpatch_model on the part that was "
-                "patched by itself, and patch_model on the whole model (tower=... names a part); or save that part "
-                "by itself"
+                f"({layer.scheme}): a checkpoint would load without it. Restore the config, if its scheme was changed; "
+                "or call unpatch_model on the part that was patched by itself, and patch_model on the whole model "
+                "(tower=... names a part); or save that part by itself"
             )
+    if unused := [scheme for cls, scheme in held if (cls, scheme) not in used]:
+        raise ValueError(
+            f"this {type(model).__name__}'s config holds a scheme ({Scheme.from_dict(unused[0])}) that no layer has, "
+            "as after unpatch_model or remove_norms of a part: a checkpoint would load with it. Call these on the "
+            "whole model; after a call on a part, put the part's config into the whole's"
+        )
     return save(model, *args, **kwargs)
 
 

@@ -31,6 +31,7 @@ from hf_qknorm.measure.predictions import evaluate, predictions, require_causal
 from hf_qknorm.model.attention import evaluating, patched_layers
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.placement import placement
+from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
@@ -71,7 +72,7 @@ def inspect_model(
     check_batches(batches, model.config)
     names = model.name_or_path or type(model).__name__, model.config.model_type
     unpatched = not patched_layers(model)
-    with _evaluating(model):
+    with _evaluating(model), undone_on_error(model):
         with _patched(model, SCHEMES["none"]) if unpatched else nullcontext():
             found = _measure(model, names, batches, cap, compared=not unpatched)
         if unpatched:
@@ -199,8 +200,11 @@ def _evaluating(model: PreTrainedModel) -> Iterator[None]:
 @contextmanager
 def _patched(model: PreTrainedModel, scheme: Scheme) -> Iterator[None]:
     """Patch an unpatched model for the duration, with an attention function that forms no T×S mask."""
+    configs = [(module, module.config) for module in model.modules() if "config" in vars(module)]
     patch_model(model, scheme, attn_implementation="hf_qknorm")
     try:
         yield
     finally:
         unpatch_model(model)
+        for module, config in configs:  # which others may hold too
+            module.config = config

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
+from hf_qknorm.measure.passes import without_padding
 from hf_qknorm.model.accelerate_hooks import input_device
 
 IGNORED: Final = -100  # the target of a position that predicts nothing
@@ -27,9 +28,9 @@ def model_inputs(model: Any, batch: Batch) -> dict[str, Tensor]:
 
 
 def is_real(batch: Batch) -> Tensor:
-    """Which tokens are not padding, bool `[B, T]`; a mask of four dimensions holds visible keys instead."""
-    mask = batch.get("attention_mask")
-    return torch.ones_like(batch["input_ids"]).bool() if mask is None or mask.dim() != 2 else mask.bool()
+    """Which tokens are not padding, bool `[B, T]`, by a mask of two or four dimensions."""
+    mask, ids = without_padding(batch.get("attention_mask"), None), batch["input_ids"]
+    return torch.ones_like(ids).bool() if mask is None else mask.bool().expand_as(ids)
 
 
 def count_tokens(*batches: Batch) -> int:

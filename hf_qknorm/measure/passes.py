@@ -56,7 +56,7 @@ class PassFilter:
             self.watching = self.selects is None or self.selects(module)
         if args and kwargs.get("attention_mask") is None:
             kwargs = kwargs | inspect.signature(type(module).forward).bind_partial(module, *args).arguments
-        self.masks[module] = _without_padding(kwargs.get("attention_mask"), kwargs.get(CACHE))
+        self.masks[module] = without_padding(kwargs.get("attention_mask"), kwargs.get(CACHE))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.masks.pop(module, None)
@@ -76,7 +76,7 @@ class PassFilter:
         return None if bool(real.all()) else real
 
 
-def _without_padding(mask: Any, cache: Any) -> Tensor | None:
+def without_padding(mask: Any, cache: Any) -> Tensor | None:
     """Which tokens are not padding, `[B, S]`, by a model's mask, or the masks of its kinds of layers; None for all.
 
     A mask of four dimensions, such as `generate` makes for a static cache, holds the keys that each query sees. A token

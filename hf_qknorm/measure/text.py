@@ -158,6 +158,8 @@ def as_batches(
         raise ValueError(f"the data is empty: {EXPECTED}")
     items = chain([first], items)
     if isinstance(first, str):
+        if not isinstance(data, str) and len(first) <= LONGEST and os.path.exists(first):
+            raise ValueError(f"the data is a list of paths ({shorten(first)}): give one path, of a file or folder")
         if tokenizer == "":
             raise ValueError("text needs a tokenizer, and this model has no name to load one by: pass tokenizer=")
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
@@ -182,6 +184,8 @@ def _inputs(item: Any, names: set[str]) -> dict[str, Tensor]:
             "tokens make batches in a DataLoader(data, batch_size=8, collate_fn=...)"
         )
     rows, ids = found.get("attention_mask"), found.get("input_ids")
+    if any(not found[name].numel() for name in INPUTS if name in found):
+        raise ValueError(f"a batch is empty ({', '.join(f'{name} {list(x.shape)}' for name, x in found.items())})")
     if rows is not None and ids is not None and rows.dim() == 2 and rows.shape != ids.shape:
         raise ValueError(f"a batch has input_ids {list(ids.shape)} and attention_mask {list(rows.shape)}: {EXPECTED}")
     return found

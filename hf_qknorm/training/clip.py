@@ -46,7 +46,8 @@ class QKClip(TrainerCallback):
         >>> all(bool((factor < 1).any()) for factor in factors.values())
         True
 
-    The optimiser must step the model's own weights: from fp32 copies it would overwrite the clipped weights.
+    The optimiser must step the model's own weights: from fp32 copies it would overwrite the clipped weights. Frozen
+    weights stay as they are.
 
     Raises ValueError for a model that is not patched, shares weights of queries or keys, or has projections of an
     unknown kind; for one that norms both queries and keys (in latent attention queries alone), so that logits do not
@@ -122,8 +123,9 @@ class QKClip(TrainerCallback):
                 clipped[name] = factor
                 factors = {part: factor[:: len(factor) // parts[part].heads] ** e for part, e in exponents.items()}
                 for p, scale in parameter_factors(parts, factors):
-                    keep(p)
-                    p.mul_(scale)
+                    if p.requires_grad:
+                        keep(p)
+                        p.mul_(scale)
         return clipped
 
     def _gathered(self) -> dict[str, Tensor]:

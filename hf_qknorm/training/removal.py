@@ -28,6 +28,7 @@ from hf_qknorm.model.attention import evaluating, every_norm, head_norms, patche
 from hf_qknorm.model.knees import knee_of, set_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.rollback import undone_on_error
+from hf_qknorm.model.towers import towers_of
 from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import Scheme
@@ -101,16 +102,22 @@ def _end_norms(model: Any, batches: Batches, limit: float | None) -> None:
 @torch.inference_mode()  # a model may have been made in it
 def _fold_norms(model: PreTrainedModel, keep: Callable[[Tensor], None]) -> PreTrainedModel:
     """Fold norms that are constant factors into the projections, and unpatch the model."""
-    rest = Scheme(softcap=next(iter(patched_layers(model).values())).scheme.softcap)
-    backend = model.config._attn_implementation
+    kept = []  # of the model, or of each patched tower in it
+    for path in [path for path in towers_of(model) if patched_layers(model.get_submodule(path))] or [""]:
+        tower: Any = model.get_submodule(path)
+        rest = Scheme(softcap=next(iter(patched_layers(tower).values())).scheme.softcap)
+        kept.append((path or None, rest, tower.config._attn_implementation))
     for norm, part, scale in _constant_norms(model):
         for parameter in part.projection.parameters(recurse=False):
             keep(parameter)
             parameter.copy_(_folded(parameter, norm, part, scale))
     unpatch_model(model)
-    if not rest.changes_nothing:
-        patch_model(model, rest, attn_implementation=backend)
-        logger.warning(f"the cap of {rest.softcap:g} stays, with the model patched: unpatch_model(model) takes it off")
+    for name, rest, backend in kept:
+        if not rest.changes_nothing:
+            patch_model(model, rest, attn_implementation=backend, tower=name)
+            logger.warning(
+                "the cap of %g stays, with the model patched: unpatch_model(model) takes it off", rest.softcap
+            )
     return model
 
 

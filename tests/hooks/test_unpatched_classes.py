@@ -139,6 +139,30 @@ def test_the_whole_of_a_patched_part_is_not_saved(part, scheme, tmp_path):
     model.save_pretrained(tmp_path / "none")
 
 
+@pytest.mark.parametrize("scheme", ["qk_norm", "soft_cap"])
+@pytest.mark.parametrize("part", PARTS)
+def test_the_whole_of_an_unpatched_part_is_not_saved(part, scheme, tmp_path):
+    model = patch_model(PARTS[part](), scheme)
+    inner = unpatch_model(model.get_submodule(part))
+    with pytest.raises(ValueError, match=r"config holds a scheme \(.*\) that no layer has"):
+        model.save_pretrained(tmp_path / "whole")
+    assert not (tmp_path / "whole").exists()
+    if part == "model":
+        unpatch_model(model)
+    else:
+        model.config.text_config = inner.config
+    model.save_pretrained(tmp_path / "whole")
+    assert type(type(model).from_pretrained(tmp_path / "whole").get_submodule(part)) is type(inner)
+
+
+def test_a_scheme_that_was_changed_in_the_config_alone_is_not_saved(tmp_path):
+    model = patch_model(sharp_model("llama"), "soft_cap")
+    model.config.set_scheme(Scheme(softcap=30.0))
+    with pytest.raises(ValueError, match=r"config does not hold its scheme \(softcap=50.0\)"):
+        model.save_pretrained(tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
 class LlamaWithValue(LlamaForCausalLM):
     """A class of a user's own."""
 

@@ -24,11 +24,12 @@ FAMILIES_TRIED = ("gemma2", "gpt2", "llama", "qwen3")
 def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
     model = sharp_model(family).train()
     before, weights = fingerprint(model), {name: x.clone() for name, x in model.state_dict().items()}
-    backend, batch = model.config._attn_implementation, tokens(2, 20)
+    config, backend, batch = model.config, model.config._attn_implementation, tokens(2, 20)
     found = inspect_model(model, [batch, tokens(1, 12)])
     assert fingerprint(model) == before
     assert all(torch.equal(x, weights[name]) for name, x in model.state_dict().items())
     assert model.training
+    assert model.config is model.base_model.config is config
     assert model.config._attn_implementation == backend
     assert (found.tokens, found.length, found.scheme, found.patched) == (52, 20, None, None)
     assert (found.model, found.model_type) == (model.name_or_path or type(model).__name__, family)
@@ -43,6 +44,23 @@ def test_an_unpatched_model_is_measured_and_left_as_it_was(family):
             expected = getattr(seen, field).tolist()
             assert getattr(found.layers[name], field) == pytest.approx(expected, rel=1e-5, abs=1e-6)
     assert list(found.layers) == list(patched_layers(model))
+
+
+@pytest.mark.parametrize("call", [1, 2])
+def test_an_interrupted_inspection_leaves_the_model_as_it_was(call, monkeypatch):
+    model, calls = sharp_model("llama").train(), []
+    before, config = fingerprint(model), model.config
+
+    def unpatch(model):
+        calls.append(model)
+        if len(calls) == call:
+            raise KeyboardInterrupt
+        return unpatch_model(model)
+
+    monkeypatch.setattr("hf_qknorm.inspection.inspect.unpatch_model", unpatch)
+    with pytest.raises(KeyboardInterrupt):
+        inspect_model(model, [tokens(2, 20)])
+    assert (fingerprint(model), model.training, model.config is config) == (before, True, True)
 
 
 @pytest.mark.parametrize("family", FAMILIES_TRIED)

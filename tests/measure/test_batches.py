@@ -36,6 +36,9 @@ def test_what_each_token_predicts(config, inputs, expected):
 def test_padding_counts_as_no_token():
     batches = [{"input_ids": IDS, "attention_mask": LEFT}, {"input_ids": IDS[:, :5], "attention_mask": RIGHT[:, :5]}]
     assert (count_tokens(*batches), longest_sequence(batches)) == (8, 4)
+    shown = SHOWN & LEFT.bool()
+    for mask in (shown, torch.zeros(1, 1, 6, 6).masked_fill(~shown, -torch.inf), LEFT.bool()[:, None, None]):
+        assert count_tokens({"input_ids": IDS.repeat(2, 1), "attention_mask": mask}) == 8
     assert count_tokens({"pixel_values": torch.zeros(3, 1, 2, 2)}) == 3
 
 

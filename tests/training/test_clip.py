@@ -119,6 +119,19 @@ def test_with_one_side_normed_the_other_takes_the_whole_factor(scheme, moved):
     torch.testing.assert_close(largest[factor < 1].max(), torch.tensor(2.0).double(), rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("frozen", [["layers.0"], ["q_proj"], ["layers.0", "k_proj"]])
+def test_frozen_weights_stay_as_they_are(frozen):
+    model = made("llama")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for name, p in model.named_parameters():
+        p.requires_grad_(not any(part in name for part in frozen))
+    clip = QKClip(model, threshold=1e-3)
+    model(**make_batch("plain"))
+    clip.step()
+    changed = {name for name, p in model.named_parameters() if not torch.equal(p, before[name])}
+    assert changed == {n for n, p in model.named_parameters() if p.requires_grad and ("q_proj" in n or "k_proj" in n)}
+
+
 @pytest.mark.parametrize("kind", ["causal", "window", "ranges", "boolean", "additive", "mask by head"])
 def test_the_largest_logits_are_those_of_visible_keys(kind):
     q, k = (torch.randn(2, heads, 9, 8, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2))

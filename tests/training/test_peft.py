@@ -7,14 +7,14 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, peft_modules_to_save, set_knee
+from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, peft_modules_to_save, set_knee, unpatch_model
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.knees import knee_of
 from qknorm_tests.adapters import adapted
 from qknorm_tests.covering import covering
 from qknorm_tests.kneed import kneed, knees_of, logits, wrapped
-from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, make_batch, randomise, sharp_model
+from qknorm_tests.tables import MODEL_TYPES, applies, assert_near, fingerprint, make_batch, randomise, sharp_model
 from qknorm_tests.tiny import tiny_model
 
 NAMES: dict[Any, list[str]] = {
@@ -48,6 +48,18 @@ def test_the_names_of_norms():
         assert peft_modules_to_save(patch_model(tiny_model("llama"), preset)) == names
     with pytest.raises(ValueError, match="LlamaForCausalLM is not patched"):
         peft_modules_to_save(tiny_model("llama"))
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm", "soft_cap"])
+def test_a_model_is_not_unpatched_under_its_adapters(scheme):
+    model = patched(scheme)
+    outer = wrapped(model)
+    before, expected = fingerprint(model), logits(outer)
+    with pytest.raises(ValueError, match="this model has adapters, .* merge and unload them first"):
+        unpatch_model(model)
+    assert fingerprint(model) == before
+    assert torch.equal(logits(outer), expected)
+    assert type(unpatch_model(outer.merge_and_unload())) is type(tiny_model("llama"))
 
 
 def test_full_paths_where_a_name_matches_other_modules():

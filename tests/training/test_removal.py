@@ -8,13 +8,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from hf_qknorm import KneeSchedule, Scheme, calibrate, patch_model, remove_norms, set_knee, unpatch_model
 from hf_qknorm.model.attention import patched_layers
 from qknorm_tests.kneed import REMOVED, kneed, logits, plain
 from qknorm_tests.short_runs import SaveAt, trainer
 from qknorm_tests.tables import assert_near, error, fingerprint, make_batch, randomise, sharp_model
+from qknorm_tests.tiny_towers import tiny_towers
 
 BELT = Scheme(q="rms", k="rms", softcap=5.0)
 TEXT = [make_batch(kind, labels=False) for kind in ("none", "left")]
@@ -63,6 +64,20 @@ def test_the_users_attention_backend_stays(tmp_path, caplog):
     assert remove_norms(capped).config._attn_implementation == "hf_qknorm_eager"
     assert caplog.text.count("the cap of 5 stays, with the model patched: unpatch_model(model) takes it off") == 1
     assert unpatch_model(capped).config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize("towers", [["vision_tower"], ["language_model"], ["vision_tower", "language_model"]])
+def test_each_tower_keeps_its_own_cap(towers):
+    model: Any = tiny_towers("llava")
+    model.set_attn_implementation("eager")
+    for tower in towers:
+        patch_model(model, BELT, tower=tower)
+    set_knee(randomise(model, knee=1.0, sharpness=8.0).eval(), math.inf)
+    patched = [*patched_layers(model)]
+    remove_norms(model)
+    assert [*patched_layers(model)] == patched
+    assert {layer.scheme for layer in patched_layers(model).values()} == {Scheme(softcap=5.0)}
+    assert type(unpatch_model(model).config.text_config) is LlamaConfig
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
