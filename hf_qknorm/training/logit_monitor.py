@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,11 +174,10 @@ class _Watch:
     def __init__(self, model: Any, rows: int, *, compiled: bool = False) -> None:
         if getattr(model, "tp_size", None) not in (None, 1):
             raise ValueError("LogitMonitor does not support tensor-parallel models: each rank has other heads")
-        enabled = torch.is_grad_enabled()
         with ExitStack() as stack:  # removes all hooks if the model is refused
-            # no method, as a copy of the model would copy the watch with it
-            first = PassFilter(lambda model: torch.is_grad_enabled() is enabled and not self.found)
+            first = PassFilter()
             self.found = stack.enter_context(watched_layers(model, first, rows=rows))
+            first.selects = partial(_is_first, torch.is_grad_enabled(), self.found)
             fsdp1 = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
             whole = not fsdp1 and all(p.numel() for p in model.parameters())  # not parts, or nothing, as under ZeRO-3
             self.limits = norm_limits(model) if whole else {}
@@ -191,6 +191,11 @@ class _Watch:
         return {
             name: layer_statistics(seen, cap=seen.cap, **self.limits.get(name, {})) for name, seen in self.found.items()
         }
+
+
+def _is_first(with_gradients: bool, found: Mapping[str, Any], model: Any) -> bool:
+    """Whether a pass is the first of its kind; neither a lambda nor a method: pickles and copies of a model hold it."""
+    return torch.is_grad_enabled() is with_gradients and not found
 
 
 def _prepare(path: Path) -> None:
