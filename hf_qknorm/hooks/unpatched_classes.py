@@ -47,16 +47,19 @@ def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: A
     Such is the whole of a model in which a part was patched by itself. Raises ValueError before anything is written.
     """
     from hf_qknorm.model.attention import patched_layers
+    from hf_qknorm.model.derived import QKNormModel
 
     held = list(_schemes_in(model.config))
     for name, layer in patched_layers(model).items():
         own: Any = layer.config
         if not layer.scheme.changes_nothing and (type(own), own.qk_norm) not in held:
+            parts = (path for path, x in model.named_modules() if isinstance(x, QKNormModel))
+            part = next((path for path in parts if name.startswith(f"{path}.")), name)
             raise ValueError(
                 f"{name} of this {type(model).__name__} is patched, and the model's config does not hold its scheme "
-                f"({layer.scheme}): a checkpoint would load without it. Call unpatch_model on the part that was "
-                "patched by itself, and patch_model on the whole model (tower=... names a part); or save that part "
-                "by itself"
+                f"({layer.scheme}): a checkpoint would load without it. Save that part by itself, as "
+                f"model.{part}.save_pretrained(...), or call unpatch_model(model.{part}) first. If patch_model takes "
+                "the whole model (tower=... names a part), the whole is saved with its scheme"
             )
     return save(model, *args, **kwargs)
 
