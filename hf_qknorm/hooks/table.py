@@ -87,7 +87,7 @@ HOOKS: Final = (
          reason="layers of multi-token prediction have the model's own norms, and not a scheme's"),
     Hook("transformers.trainer", "Trainer.train",
          resumed_runs.check_resumed, "transformers>=5.17",
-         reason="a run is not resumed with another scheme than its checkpoint's"),
+         reason="a run is not resumed with another scheme than its checkpoint's; a lost `KneeSchedule` is named"),
     Hook("transformers.configuration_utils", "PreTrainedConfig.__post_init__",
          unpatched_classes.check_config, "transformers>=5.17",
          reason="config classes of transformers refuse the settings of a patched checkpoint"),
