@@ -124,7 +124,10 @@ def test_norm_tuning_is_calibrated_and_takes_knees():
         assert torch.equal(logits(tuned), before)
     tuned.merge_adapter()
     assert head_norms(next(iter(patched_layers(tuned).values())))["q_norm"].ratio == pytest.approx(0.25, rel=0.2)
-    assert_near(logits(tuned), logits(direct), 1e-5)
+    for knee in (0.25, 1.0):
+        for model in (tuned, direct):
+            set_knee(model, knee)
+        assert_near(logits(tuned), logits(direct), 1e-5)
 
 
 @pytest.mark.parametrize(
