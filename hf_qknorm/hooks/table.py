@@ -83,7 +83,7 @@ HOOKS: Final = (
          unpatched_classes.check_saved, "transformers>=5.17",
          reason="a model in which a part was patched by itself is not saved as a whole, without the scheme"),
     Hook("transformers.modeling_layers", "MtpModel.__init__",
-         mtp.build_layers, "transformers>=5.24", needed=True,
+         mtp.build_layers, "transformers>=5.17", needed=True,
          reason="layers of multi-token prediction have the model's own norms, and not a scheme's"),
     Hook("transformers.trainer", "Trainer.train",
          resumed_runs.check_resumed, "transformers>=5.17",
