@@ -10,7 +10,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,7 +59,6 @@ class Source:
     config: Any
     model_class: Any
     model: Any = None
-    ignored: Sequence[str] = ()  # stored tensors that the class does not load
 
 
 def open_source(name: str | Path) -> Source:
@@ -81,9 +80,7 @@ def open_source(name: str | Path) -> Source:
     model_class = model_class_of(config, folder)
     plain = getattr(config, "quantization_config", None) is None
     shapes = _stored(folder, plain=plain)
-    unread = model_class._keys_to_ignore_on_load_unexpected or ()
-    ignored = [name for name in shapes if any(re.search(pattern, name) for pattern in unread)]
-    source = Source(str(name), folder, config, model_class, ignored=ignored)
+    source = Source(str(name), folder, config, model_class)
     if not plain:
         return source
     options = {"config": copy.deepcopy(config), "state_dict": shapes, "device_map": "meta"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,19 +14,12 @@ from tqdm import tqdm
 
 from hf_qknorm.calibration.calibrate import MAX_TOKENS, calibrate, check_inputs
 from hf_qknorm.calibration.knees import Knee, resolve_knee
-from hf_qknorm.checkpoint import (
-    Source,
-    copied_files,
-    copy_files,
-    load_model,
-    open_source,
-    quiet_transformers,
-)
+from hf_qknorm.checkpoint import Source, copied_files, copy_files, load_model, open_source, quiet_transformers
 from hf_qknorm.convert.card import write_card
+from hf_qknorm.convert.mtp import mtp_tensors, state_with_mtp
 from hf_qknorm.families import family_of
 from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import new_folder
-from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CONFIG, other_files
 from hf_qknorm.files.paths import check_folder, check_space, hub_name, user_path
 from hf_qknorm.measure.batches import Batches, check_batches
@@ -166,12 +160,6 @@ def _patch_on_meta(source: Source, scheme: Scheme, standalone: bool, exportable:
         check_standalone(config.model_type, scheme)
     if exportable:
         counterpart(_patched_part(model).config)  # raises without one
-    if source.ignored and getattr(config.get_text_config(), "num_mtp_layers", None):
-        logger.warning(
-            "%d tensors are left out, first %s: layers of multi-token prediction, which transformers does not load. "
-            "generate(use_mtp=True) needs the original checkpoint",
-            *(len(source.ignored), source.ignored[0]),
-        )
 
 
 def _patched_part(model: Any) -> Any:
@@ -200,7 +188,8 @@ def _plan(source: Source, destination: Path) -> tuple[str, int]:
     stored = sum(path.stat().st_size for path in source.folder.glob("*.safetensors"))
     itemsize = getattr(model.config.dtype, "itemsize", None) or model.dtype.itemsize
     copied = [str(file) for file in copied_files(source)]
-    size = sum(tensor.numel() for tensor in tensors.values()) * itemsize
+    numbers = sum(tensor.numel() for tensor in tensors.values())
+    size = (numbers + sum(math.prod(x.get_shape()) for _, x in mtp_tensors(model, source.folder))) * itemsize
     size += sum((source.folder / file).stat().st_size for file in copied)
     lines = {
         "source": f"{source.folder} ({source.config.model_type}, {tqdm.format_sizeof(stored, 'B')})",
@@ -230,9 +219,9 @@ def _write(model: Any, source: Source, folder: Path, *, standalone: bool, shard:
     """
     if standalone:
         add_standalone(model)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"state_dict": state_with_mtp(model, source.folder)}
     if is_offloaded(model):  # transformers would save tied weights twice
-        state = {name: x for name, x in model.state_dict().items() if name not in model.all_tied_weights_keys}
+        state = {name: x for name, x in options["state_dict"].items() if name not in model.all_tied_weights_keys}
         options = {"state_dict": state, "max_shard_size": shard}
     with warnings.catch_warnings(), quiet_transformers():
         warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")

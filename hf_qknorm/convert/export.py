@@ -16,6 +16,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_qknorm.checkpoint import copy_files, load_model, open_source, quiet_transformers
+from hf_qknorm.convert.mtp import state_with_mtp
 from hf_qknorm.families.counterparts import counterpart, settings
 from hf_qknorm.files.atomic_io import new_folder
 from hf_qknorm.files.paths import check_folder, user_path
@@ -110,7 +111,7 @@ def export_native(
         raise ValueError(f"{subject} is not exported: {error}") from error
     with new_folder(destination, check) as out:
         with quiet_transformers():
-            model.save_pretrained(out)
+            model.save_pretrained(out, state_dict=state_with_mtp(model, folder))
         copy_files(source, out, card=False)  # the card is of the old model
     return NativeExport(folder, destination, type(model).__name__, scaled)
 

@@ -26,6 +26,18 @@ def project_across(
     return q, k(states).unflatten(-1, (-1, width)), v(states).unflatten(-1, (-1, width))
 
 
+def project_folded(
+    module: Any, hidden_states: Tensor, states: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Whisper: keys and values of a batch of another size are folded into the decoder's, along their length."""
+    q, k, v = project_across(module, hidden_states, states)
+    if k is None or v is None:
+        return q, k, v
+    return q, k.reshape(len(q), -1, *k.shape[2:]), v.reshape(len(q), -1, *v.shape[2:])
+
+
 BART = Style(output=output_out_proj, project_across=project_across, dropout=lambda module: module.dropout, heads=heads)
 BIGBIRD = replace(BART, forward=forward_by_role)
-WHISPER = replace(BART, prescaled=True, length=lambda module: module.config.max_target_positions)
+WHISPER = replace(
+    BART, project_across=project_folded, prescaled=True, length=lambda module: module.config.max_target_positions
+)

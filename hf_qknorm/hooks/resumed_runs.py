@@ -18,15 +18,19 @@ def check_resumed(
 ) -> Any:
     """Train by Trainer's `train`, and refuse to resume a checkpoint whose config.json has another scheme.
 
-    Another cap alone is a warning. The checkpoint of an adapter has no config.json, and is not checked.
+    Another cap alone is a warning, and so is a `KneeSchedule` that had not reached its end and is not in this run. The
+    checkpoint of an adapter has no config.json, and its scheme is not checked.
     """
     if resume_from_checkpoint:
+        from transformers.trainer import TRAINER_STATE_NAME
         from transformers.trainer_utils import get_last_checkpoint
 
         last = resume_from_checkpoint is True
         checkpoint = get_last_checkpoint(trainer.args.output_dir) if last else resume_from_checkpoint
         if checkpoint is not None and Path(checkpoint, CONFIG).exists():
             _check_scheme(trainer, Path(checkpoint))
+        if checkpoint is not None and Path(checkpoint, TRAINER_STATE_NAME).exists():
+            _check_schedule(trainer, Path(checkpoint))
     return train(trainer, resume_from_checkpoint, *args, **kwargs)
 
 
@@ -46,6 +50,22 @@ def _check_scheme(trainer: Any, checkpoint: Path) -> None:
         f"{text}: patch the model as the checkpoint was, or give the model that AutoModelForCausalLM.from_pretrained "
         "loads from it. To go on with another scheme, start a new run from the checkpoint's weights"
     )
+
+
+def _check_schedule(trainer: Any, checkpoint: Path) -> None:
+    from transformers.trainer import TRAINER_STATE_NAME
+
+    state, name = read_json(checkpoint / TRAINER_STATE_NAME), "KneeSchedule"
+    entry = (state.get("stateful_callbacks") or {}).get(name)
+    if not entry or any(type(callback).__name__ == name for callback in trainer.callback_handler.callbacks):
+        return
+    own = entry["args"]
+    if state["global_step"] < (own["after"] + own["share"]) * entry["attributes"]["steps"]:
+        arguments = ", ".join(f"{key}={value:g}" for key, value in own.items())
+        logger.warning(
+            f"{checkpoint} is of a run with {name}({arguments}), which had not ended, and this run has none: the knee "
+            "stays as it is. Add that callback to the Trainer to go on with it"
+        )
 
 
 def _schemes(config: Any) -> Iterator[Scheme]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Final, NamedTuple
 
-from hf_qknorm.hooks import adapters, auto_classes, in_memory, liger, resumed_runs, unpatched_classes
+from hf_qknorm.hooks import adapters, auto_classes, in_memory, liger, mtp, resumed_runs, unpatched_classes
 from hf_qknorm.hooks.install import after_import, wrap
 
 SWITCH: Final = "HF_QKNORM_HOOKS"
@@ -82,9 +82,12 @@ HOOKS: Final = (
     Hook("transformers.modeling_utils", "PreTrainedModel.save_pretrained",
          unpatched_classes.check_saved, "transformers>=5.17",
          reason="a model in which a part was patched by itself is not saved as a whole, without the scheme"),
+    Hook("transformers.modeling_layers", "MtpModel.__init__",
+         mtp.build_layers, "transformers>=5.17", needed=True,
+         reason="layers of multi-token prediction have the model's own norms, and not a scheme's"),
     Hook("transformers.trainer", "Trainer.train",
          resumed_runs.check_resumed, "transformers>=5.17",
-         reason="a run is not resumed with another scheme than its checkpoint's"),
+         reason="a run is not resumed with another scheme than its checkpoint's; a lost `KneeSchedule` is named"),
     Hook("transformers.configuration_utils", "PreTrainedConfig.__post_init__",
          unpatched_classes.check_config, "transformers>=5.17",
          reason="config classes of transformers refuse the settings of a patched checkpoint"),

@@ -49,16 +49,20 @@ def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: A
     is written.
     """
     from hf_qknorm.model.attention import patched_layers
+    from hf_qknorm.model.derived import QKNormModel
 
     held, used = list(_schemes_in(model.config)), []
     for name, layer in patched_layers(model).items():
         used.append((type(layer.config), layer.scheme.to_dict()))
         if not layer.scheme.changes_nothing and used[-1] not in held:
+            parts = (path for path, x in model.named_modules() if isinstance(x, QKNormModel))
+            part = next((path for path in parts if name.startswith(f"{path}.")), name)
             raise ValueError(
                 f"{name} of this {type(model).__name__} is patched, and the model's config does not hold its scheme "
                 f"({layer.scheme}): a checkpoint would load without it. Restore the config, if its scheme was changed; "
-                "or call unpatch_model on the part that was patched by itself, and patch_model on the whole model "
-                "(tower=... names a part); or save that part by itself"
+                f"else save that part by itself, as model.{part}.save_pretrained(...), or call unpatch_model("
+                f"model.{part}) first. If patch_model takes the whole model (tower=... names a part), the whole is "
+                "saved with its scheme"
             )
     if unused := [scheme for cls, scheme in held if (cls, scheme) not in used]:
         raise ValueError(

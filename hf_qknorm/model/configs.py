@@ -131,18 +131,6 @@ class QKNormConfig(_Config):
             write_standalone_code(self, Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
 
-    def get_mtp_config(self) -> Any:
-        """Return the config of multi-token prediction, or raise ValueError where it would take the scheme's norms.
-
-        transformers builds its norms of the class of the first norm in a layer, which the scheme's is.
-        """
-        if self.scheme.norms and not FAMILIES[self.base_model_type].latent:
-            raise ValueError(
-                "generate(use_mtp=True) is not supported for a scheme with norms: its layers would take the scheme's "
-                "norm for the model's. Leave out use_mtp"
-            )
-        return super().get_mtp_config()
-
     @classmethod
     def is_custom_code(cls) -> bool:
         """Return False: transformers renames the layer types of custom configs, which the model's own code reads."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.model.adapters import check_held
-from hf_qknorm.model.attention import every_norm, head_norms, patched_layers, require_patched
+from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers, require_patched
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.ops.norms import NORMS, OPENED
@@ -31,7 +31,8 @@ def set_knee(model: nn.Module, knee: float) -> None:
 
     A vector of the calibration's mean length keeps its length, and gains and sharpness don't change. A knee of 0 is
     RMSNorm's own form. From 2³⁰ on the knee is ∞: the norms then multiply by a constant, and `remove_norms` can fold
-    them away. PEFT's copies of a norm are changed too, each by its own calibration. Every rank makes the call.
+    them away. Of norms that PEFT's adapters hold, their copies are changed, each by its own calibration, and the base's
+    norms are not. Every rank makes the call.
 
         >>> _ = qk.calibrate(qk.patch_model(model, "qk_norm"), texts, knee=4.0)
         >>> qk.set_knee(model, 2.0)
@@ -52,8 +53,16 @@ def set_knee(model: nn.Module, knee: float) -> None:
 
 
 def check_norms(model: nn.Module) -> list[HeadNorm]:
-    """Return the norms of a patched model. Raises ValueError unless their knee can move, and is saved with adapters."""
-    if not (norms := every_norm(model)):
+    """Return the norms of a patched model, of those that adapters hold the copies.
+
+    Raises ValueError unless their knee can move, and is saved with adapters.
+    """
+    norms: list[HeadNorm] = []
+    for layer in patched_layers(model).values():
+        for name, (base, *copies) in norm_copies(layer).items():
+            merged = getattr(layer.get_submodule(name), "merged", False)  # PEFT has then exchanged base and copy
+            norms += [base, *copies] if merged or not copies else copies
+    if not norms:
         raise ValueError("the model's scheme has no norms, and so no knee")
     if any(norm.knee.is_meta for norm in norms):
         raise ValueError("the norms are offloaded: load the model without offload_buffers=True to change its knee")

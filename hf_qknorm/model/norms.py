@@ -82,8 +82,8 @@ class HeadNorm(nn.Module):
         """The mean |x|ᵖ in calibration text. Raises ValueError for a norm that does not keep it."""
         if not (power := self.shape.power):
             raise ValueError(
-                "the norms hold no mean length of their inputs, as plain ones and those that are calibrated for an "
-                "export: calibrate(model, data) sets it"
+                "the norms hold no mean length of their inputs, as plain ones (a knee of 0) and those that are "
+                "calibrated for an export: calibrate(model, data, knee=4) sets it"
             )
         return float((self.eps * 2.0**power) ** (self.order / 2))
 

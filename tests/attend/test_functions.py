@@ -208,6 +208,9 @@ def test_arguments_that_do_not_fit_are_refused(backend):
     for name in UNSUPPORTED:
         with pytest.raises(ValueError, match=f"does not support the argument '{name}'"):
             function(nn.Module(), heads, heads, heads, None, **{name: torch.zeros(1)})
+    for others in (dict.fromkeys(UNSUPPORTED, 1), dict.fromkeys(reversed(UNSUPPORTED), 1)):
+        with pytest.raises(ValueError, match=f"argument '{next(iter(UNSUPPORTED))}'"):
+            function(nn.Module(), heads, heads, heads, None, **others)
 
 
 @pytest.mark.parametrize("backend", OWN)

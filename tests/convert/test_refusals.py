@@ -192,6 +192,10 @@ def test_other_refusals(llama, tmp_path):
             (llama, tmp_path / "new", "qk_norm", {"data": [TEXT], "max_loss_increase": -9.0}),
             "more than max_loss_increase=-9",
         ),
+        *(
+            ((llama, tmp_path / "new", "qk_norm", {"max_memory": wrong}), "is no size of memory: expected bytes")
+            for wrong in ([8], {"cpu": None}, {0: "8GB"})
+        ),
         ((llama, tmp_path / "new", "qk_norm", {"data": ["to be"]}), "the text gives 4 tokens to predict, expected"),
     ):
         *positional, options = arguments if isinstance(arguments[-1], dict) else (*arguments, {})

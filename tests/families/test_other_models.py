@@ -133,6 +133,17 @@ def test_the_cache_holds_the_encoder_s_normed_keys():
         assert_near(cache.layers[index].keys, layer.k_norm(key).transpose(1, 2), 1e-6)
 
 
+@torch.no_grad()
+def test_whisper_folds_an_encoder_s_batch_of_another_size_as_its_own_model_does():
+    batch = {"input_features": batches("whisper")[-1]["input_features"].repeat(3, 1, 1)[:3]}
+    for scheme in (Scheme(softcap=1e6), Scheme(q="rms", gain="none")):
+        model, tokens = made("whisper"), torch.arange(3, 8)[None]
+        expected = model(**batch, decoder_input_ids=tokens).logits
+        found = patch_model(model, scheme)(**batch, decoder_input_ids=tokens).logits
+        assert found.shape == expected.shape
+        assert scheme.norms or error(found, expected) < 1e-5
+
+
 def test_a_decoder_alone_is_calibrated_without_its_cross_attention():
     model = patch_model(sharp_model("bart"), "qk_norm")
     report = calibrate(model, [torch.arange(3, 35)[None]] * 2, knee=0)

@@ -9,8 +9,7 @@ from typing import Any
 
 import peft
 import pytest
-import torch
-from transformers import AutoConfig, DeepseekV3Config
+from transformers import AutoConfig
 from transformers.integrations.awq import AWQ_SCALES_MAPPINGS
 from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING
 from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
@@ -103,12 +102,3 @@ def test_adapters_reach_experts():
     plain = trained(sharp_model("mixtral"))
     assert any("experts" in name for name in plain)
     assert trained(patch_model(sharp_model("mixtral"), "qk_norm_cap")) == plain
-
-
-@pytest.mark.skipif(not hasattr(DeepseekV3Config, "get_mtp_config"), reason="this transformers has no such layers")
-def test_multi_token_prediction_does_not_take_the_scheme_s_norms():
-    model = sharp_model("glm4_moe", num_mtp_layers=1).bfloat16()
-    model.config.dtype = torch.bfloat16
-    patch_model(model, "qk_norm")
-    with pytest.raises(ValueError, match=r"use_mtp=True\) is not supported for a scheme with norms"):
-        model.generate(torch.arange(3, 9)[None], max_new_tokens=2, do_sample=False, use_mtp=True)

@@ -1,11 +1,12 @@
-"""A run is resumed with the scheme of its checkpoint, or not without a word."""
+"""A run is resumed with the scheme and the schedule of its checkpoint, or not without a word."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_qknorm import Scheme, patch_model
+from hf_qknorm import KneeSchedule, Scheme, patch_model
+from qknorm_tests.kneed import kneed
 from qknorm_tests.short_runs import trainer
 from qknorm_tests.tiny import tiny_model
 
@@ -46,3 +47,12 @@ def test_another_cap_is_a_warning(scheme, words, tmp_path, caplog):
 def test_a_model_without_a_scheme_resumes(tmp_path):
     run(None, tmp_path)
     assert run(Scheme(), tmp_path, str(tmp_path / "checkpoint-1")).state.global_step == 2
+
+
+@pytest.mark.parametrize(("share", "kept", "words"), [(1.0, False, 1), (1.0, True, 0), (0.5, False, 0)])
+def test_a_schedule_that_had_not_ended_is_missed(share, kept, words, tmp_path, caplog):
+    for callbacks, resume in (([KneeSchedule(share)], None), ([KneeSchedule(share)] * kept, "checkpoint-1")):
+        made = trainer(kneed(), tmp_path, *callbacks, **SETTINGS)
+        made.train(resume_from_checkpoint=resume and str(tmp_path / resume))
+    text = "with KneeSchedule(after=0, share=1, target=0), which had not ended, and this run has none: the knee stays"
+    assert caplog.text.count(text) == words

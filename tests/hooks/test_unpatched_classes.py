@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, LlavaForConditionalGeneration
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, EncoderDecoderModel, LlavaForConditionalGeneration
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from hf_qknorm import Scheme, patch_model, unpatch_model
@@ -122,7 +122,18 @@ def test_a_patched_tower_is_checked_too(damage, tmp_path):
         LlavaForConditionalGeneration.from_pretrained(tmp_path)
 
 
-PARTS = {"model": lambda: sharp_model("llama"), "model.language_model": lambda: tiny_towers("llava")}
+def encoder_decoder() -> EncoderDecoderModel:
+    """A whole that patch_model refuses, whose decoder has cross-attention."""
+    encoder = AutoModel.from_config(tiny_config("bert", is_decoder=False))
+    decoder = AutoModelForCausalLM.from_config(tiny_config("bert", is_decoder=True, add_cross_attention=True))
+    return EncoderDecoderModel(encoder=encoder, decoder=decoder)
+
+
+PARTS = {
+    "model": lambda: sharp_model("llama"),
+    "model.language_model": lambda: tiny_towers("llava"),
+    "encoder": encoder_decoder,
+}
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm", "soft_cap"])
@@ -130,7 +141,8 @@ PARTS = {"model": lambda: sharp_model("llama"), "model.language_model": lambda: 
 def test_the_whole_of_a_patched_part_is_not_saved(part, scheme, tmp_path):
     model = PARTS[part]()
     inner = patch_model(model.get_submodule(part), scheme)
-    with pytest.raises(ValueError, match="is patched, and the model's config does not hold its scheme"):
+    found = rf"is patched.* config does not hold its scheme.* as model\.{part}\.save_.* unpatch_model\(model\.{part}\)"
+    with pytest.raises(ValueError, match=found):
         model.save_pretrained(tmp_path / "whole")
     assert not (tmp_path / "whole").exists()
     inner.save_pretrained(tmp_path / "part")

@@ -1,12 +1,16 @@
 """Statistics of the logits against those of a reference."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import BartForConditionalGeneration
 
 from hf_qknorm import logit_statistics, patch_model
+from hf_qknorm.measure import logit_statistics as measured
 from hf_qknorm.model.attention import patched_layers
-from qknorm_tests.tables import MODEL_TYPES, make_batch, sharp_model
+from hf_qknorm.model.install import install
+from qknorm_tests.tables import MODEL_TYPES, fingerprint, make_batch, sharp_model
 from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_config, tiny_model
 
@@ -153,3 +157,19 @@ def test_the_padding_of_an_encoder_does_not_count():
     for name, entry in found[1].items():
         for field in ("max_logit", "entropy", "even", "over_cap"):
             torch.testing.assert_close(getattr(found[0][name], field), getattr(entry, field), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupt_before_the_watch_begins_leaves_the_modules(late, monkeypatch):
+    def interrupted(*args: Any) -> None:
+        if late:
+            install(*args)
+        raise KeyboardInterrupt
+
+    model = sharp_model("llama")
+    before = fingerprint(model)
+    monkeypatch.setattr(measured, "install", interrupted)
+    with pytest.raises(KeyboardInterrupt), logit_statistics(model):
+        pass
+    assert fingerprint(model) == before
+    assert not patched_layers(model)

@@ -8,8 +8,10 @@ from types import FrameType
 from typing import Any
 
 import pytest
+import torch
 
 from hf_qknorm import QKClip, calibrate, patch_model, remove_norms, set_knee, unpatch_model
+from hf_qknorm.model.rollback import undone_on_error
 from qknorm_tests.tables import make_batch, sharp_model
 from qknorm_tests.tiny_towers import tiny_towers
 
@@ -107,6 +109,21 @@ def test_an_interrupt_leaves_no_half(name):
         outcomes.append(unchanged if (found := state(model)) == unchanged else changed)
         assert found == outcomes[-1], f"line {place} of {lines}"
     assert outcomes[0] == unchanged
+
+
+def test_weights_made_in_inference_mode_get_their_values_back():
+    with torch.inference_mode():
+        weight = torch.ones(2)
+
+    def change() -> None:
+        with undone_on_error() as keep, torch.inference_mode():
+            keep(weight)
+            weight.zero_()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        change()
+    assert torch.equal(weight, torch.ones(2))
 
 
 def test_a_refused_calibration_leaves_folded_projections():

@@ -128,6 +128,8 @@ def test_errors_name_the_file(tmp_path):
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match="report.json: Invalid JSON"):
         Calibration.load(file)
+    with pytest.raises(ValueError, match="path is empty, which would mean the working directory"):
+        Calibration.load("")
 
 
 def test_a_report_of_gigabytes_is_refused(tmp_path):

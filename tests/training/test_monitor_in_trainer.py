@@ -1,6 +1,7 @@
 """LogitMonitor in a Trainer: sampled steps, loggers, and logs of resumed runs."""
 
 import json
+import pickle
 
 import pytest
 from transformers import TrainerCallback
@@ -87,6 +88,7 @@ def test_a_model_is_watched_after_an_error_until_the_monitor_is_closed(tmp_path)
     with pytest.raises(ZeroDivisionError):
         run.train()
     hook.remove()
+    assert pickle.dumps(model)
     with pytest.raises(ValueError, match=r"are watched, .* call its close\(\) before"):
         patch_model(model, "soft_cap")
     monitor.close()

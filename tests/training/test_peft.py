@@ -5,9 +5,19 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerState
 
-from hf_qknorm import FAMILIES, SCHEMES, Scheme, calibrate, patch_model, peft_modules_to_save, set_knee, unpatch_model
+from hf_qknorm import (
+    FAMILIES,
+    SCHEMES,
+    KneeSchedule,
+    Scheme,
+    calibrate,
+    patch_model,
+    peft_modules_to_save,
+    set_knee,
+    unpatch_model,
+)
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.derived import QKNormModel
 from hf_qknorm.model.knees import knee_of
@@ -23,6 +33,7 @@ NAMES: dict[Any, list[str]] = {
     "soft_cap": [],
     Scheme(q="rms", gain="none"): ["q_norm"],
 }
+LN = peft.LNTuningConfig(target_modules=["q_norm", "k_norm"])
 SCHEME = Scheme(q="rms", k="layer", v="rms", gain="per_head", bias=True, softcap=5.0)
 
 # norms wherever they apply: merging is exact only if they get the adapter's output
@@ -123,21 +134,36 @@ def test_norm_tuning_is_calibrated_and_takes_knees():
     """PEFT's `LNTuningConfig` has a wrapper of its own, whose copies are the norms in use."""
     direct, batches = kneed(), [make_batch("plain", labels=False) for _ in range(3)]
     before = logits(direct)
-    tuned = peft.get_peft_model(kneed(), peft.LNTuningConfig(target_modules=["q_norm", "k_norm"]))
+    tuned = peft.get_peft_model(kneed(), LN)
     for model in (tuned.eval(), direct):
         calibrate(model, batches, knee=1.0)
         set_knee(model, 0.25)
     assert not torch.allclose(logits(direct), before, atol=1e-2)
     assert_near(logits(tuned), logits(direct), 1e-5)
+    with tuned.disable_adapter():
+        assert torch.equal(logits(tuned), before)
     tuned.merge_adapter()
     assert head_norms(next(iter(patched_layers(tuned).values())))["q_norm"].ratio == pytest.approx(0.25, rel=0.2)
-    assert_near(logits(tuned), logits(direct), 1e-5)
+    for knee in (0.25, 1.0):
+        for model in (tuned, direct):
+            set_knee(model, knee)
+        assert_near(logits(tuned), logits(direct), 1e-5)
 
 
-@pytest.mark.parametrize("change", [lambda x: set_knee(x, 1.0), lambda x: calibrate(x, [make_batch("plain")], knee=1)])
-def test_norms_that_no_adapter_holds_are_refused(change):
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: set_knee(x, 1.0),
+        lambda x: calibrate(x, [make_batch("plain")], knee=1),
+        lambda x: KneeSchedule().on_train_begin(None, TrainerState(), None, model=x),
+    ],
+)
+@pytest.mark.parametrize(
+    "add", [peft.get_peft_model, lambda model, config: peft.inject_adapter_in_model(config, model)]
+)
+def test_norms_that_no_adapter_holds_are_refused(add, change):
     """The adapter's file would lead to the base with its old knee."""
-    model = peft.get_peft_model(kneed(), peft.LoraConfig(r=4, modules_to_save=["q_norm"]))
+    model = add(kneed(), peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["q_norm"]))
     before = knees_of(model)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.k_norm is in no adapter, .*=peft_modules_to_save"):
         change(model)
