@@ -53,7 +53,7 @@ class QKClip(TrainerCallback):
     unknown kind; for one that norms both queries and keys (in latent attention queries alone), so that logits do not
     depend on the size of the weights; and for a threshold that is not positive. When training begins, for a Trainer of
     another model, as its `model_init` makes. Then, and in a step that clips, for adapters that were added since, and
-    for DeepSpeed. In the first pass, for tensor parallelism.
+    for DeepSpeed; in each step for FSDP 1. In the first pass, for tensor parallelism.
     Source: Kimi K2 (arXiv 2507.20534).
     """
 
