@@ -106,7 +106,7 @@ def inspect(
     folder.mkdir(parents=True, exist_ok=True)
     found.save(numbers)
     draw_inspection(found, picture)
-    echo(f"{found.table()}\n\nwritten: {numbers}, {picture}")
+    echo(f"{found}\n\nwritten: {numbers}, {picture}")
 
 
 @command()

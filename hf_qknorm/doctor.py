@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -52,9 +53,12 @@ def examine() -> Iterator[Finding]:
     """Yield all findings about this machine, quick ones first."""
     yield from check_versions()
     try:
+        import torch
+
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         yield from find_devices()
-        yield from find_attention()
-        yield check_numbers()
+        yield from find_attention(device)
+        yield check_numbers(device)
     except Exception as error:  # broken installations, drivers and compilers raise anything
         yield Finding("machine", f"{type(error).__name__}: {' '.join(str(error).split())}", "problem")
 
@@ -62,14 +66,15 @@ def examine() -> Iterator[Finding]:
 def check_versions() -> Iterator[Finding]:
     """Yield a line with the versions as they should be, and one for each that is not."""
     yield Finding(PROJECT, f"{__version__}, in {Path(__file__).parent}")
-    try:
+    lines = []
+    with suppress(PackageNotFoundError):  # a folder on the path
         lines = [Requirement(line) for line in requires(PROJECT) or []]
-    except PackageNotFoundError:  # a folder on the path
-        lines = []
     needed = {r.name: str(r.specifier) for r in lines if r.marker is None or r.marker.evaluate({"extra": ""})}
     found = [check_version("python", platform.python_version())]
     for name in dict.fromkeys([*NEWEST, *needed]):
-        number = _installed(name)
+        number = None
+        with suppress(PackageNotFoundError):
+            number = version(name)
         if name in needed or number is not None:
             found.append(check_version(name, number, needed.get(name, "")))
     yield Finding("packages", ", ".join(f"{each.topic} {each.text}" for each in found if each.level == "ok"))
@@ -95,13 +100,6 @@ def check_version(name: str, number: str | None, needed: str = "") -> Finding:
     return Finding(name, f"{number}, which is untested: the tests have run with versions up to {newest}", "note")
 
 
-def _installed(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def find_devices() -> Iterator[Finding]:
     """Yield the findings about CPU, GPUs and the C++ compiler."""
     import torch
@@ -122,7 +120,7 @@ def find_devices() -> Iterator[Finding]:
         )
 
 
-def find_attention() -> Iterator[Finding]:
+def find_attention(device: torch.device) -> Iterator[Finding]:
     """Yield whether each implementation serves a training step of a capped model, in the order of the choice.
 
     Kernels are compiled first if they were not before.
@@ -132,7 +130,7 @@ def find_attention() -> Iterator[Finding]:
     from hf_qknorm.attend.implementations import IMPLEMENTATIONS
     from hf_qknorm.ops.types import Call, Heads, Options, Visible
 
-    device, served = _device(), False
+    served = False
     q = torch.zeros(1, 4, TOKENS, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     call = Call(Heads(q, q, q), Visible(), Options(0.125, 50.0, causal=True))
     for implementation in IMPLEMENTATIONS:
@@ -144,12 +142,11 @@ def find_attention() -> Iterator[Finding]:
             yield Finding("attention", f"{implementation.name} {text}", "note" if reason else "ok")
 
 
-def check_numbers() -> Finding:
+def check_numbers(device: torch.device) -> Finding:
     """Compare a small patched model's logits and gradients in each dtype with the specification's, in fp64.
 
     A dtype passes by the error budget of `ops/error_budget.py`.
     """
-    device = _device()
     found = {dtype: attention_error(device, dtype) for dtype in DTYPES[device.type]}
     right = all(each.passed for each in found.values())
     errors = ", ".join(f"{each.error:.1e} in {name} ({each.budget:.1e} is allowed)" for name, each in found.items())
@@ -188,9 +185,3 @@ def attention_error(device: torch.device, name: str) -> Verdict:
     )
     error, budget = verdict(actual, wanted, plain)
     return Verdict(error, budget + torch.finfo(dtype).eps)
-
-
-def _device() -> torch.device:
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -42,12 +42,12 @@ def save_figure(figure: Figure, path: str | Path) -> None:
     replace_file(Path(path), partial(figure.savefig, dpi=150, format="png"))
 
 
-def finish_axes(axes: Any, xlabel: str, ylabel: str = "", size: float = 9) -> None:
+def finish_axes(axes: Any, xlabel: str, ylabel: str = "") -> None:
     """Set the labels, a light grid and small ticks; remove the frame at the top and on the right."""
     axes.set_xlabel(xlabel, color=INK)
     axes.set_ylabel(ylabel, color=INK)
     axes.grid(alpha=0.25)
-    axes.tick_params(length=2, colors=INK, labelsize=size)
+    axes.tick_params(length=2, colors=INK, labelsize=9)
     axes.spines[["top", "right"]].set_visible(False)
 
 

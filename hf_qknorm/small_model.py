@@ -96,20 +96,14 @@ class Run:
         """The last step that was measured."""
         return max(self.measured)
 
-    @property
-    def loss(self) -> float:
-        """The last loss."""
-        return self.measured[self.steps].loss
-
-    @property
-    def max_logit(self) -> float:
-        """The largest |logit| of all measurements; NaN counts as larger than any number."""
-        return max((each.max_logit for each in self.measured.values()), key=nan_as_inf)
-
     def row(self) -> str:
-        """A line of the table of runs."""
-        cells = (f"{self.measured[0].loss:.3f}", f"{self.loss:.3f}", format_fixed(self.max_logit, 1))
-        return aligned(f"rate {self.rate:<8g} {self.model}", *cells)
+        """A line of the table of runs: the first and last loss, and the largest |logit| of all measurements.
+
+        NaN counts as larger than any number.
+        """
+        losses = [f"{self.measured[step].loss:.3f}" for step in (0, self.steps)]
+        largest = max((each.max_logit for each in self.measured.values()), key=nan_as_inf)
+        return aligned(f"rate {self.rate:<8g} {self.model}", *losses, format_fixed(largest, 1))
 
 
 def aligned(name: str, *cells: str) -> str:

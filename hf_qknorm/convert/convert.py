@@ -119,7 +119,11 @@ def convert_checkpoint(
         patch_model(model, scheme)
         report = None
         if batches is not None:
-            report = _calibrated(model, source, batches, max_tokens=max_tokens, **chosen)
+            part = _patched_part(model)
+            report = calibrate(part, batches, max_tokens=max_tokens, **chosen)
+            report = replace(report, base_model=hub_name(source.name))
+            set_record(part, report.to_dict())
+            check_finite(part, f"{source.folder}, calibrated")
         elif not scheme.pre_norm and not is_exact(model):
             raise ValueError(
                 "pre_norm=False can't fold the biases of norms and projections exactly: their right values depend on "
@@ -201,15 +205,6 @@ def _plan(source: Source, destination: Path) -> tuple[str, int]:
         "leaves out": ", ".join(other_files(source.folder)) or "nothing",
     }
     return "\n".join(f"{title:12}{text}" for title, text in lines.items()), size
-
-
-def _calibrated(model: Any, source: Source, batches: Batches, **options: Any) -> Calibration:
-    """Calibrate a patched model; record the report, with the source's name on the Hub, and return it."""
-    part = _patched_part(model)
-    report = replace(calibrate(part, batches, **options), base_model=hub_name(source.name))
-    set_record(part, report.to_dict())
-    check_finite(part, f"{source.folder}, calibrated")
-    return report
 
 
 def _write(model: Any, source: Source, folder: Path, *, standalone: bool, shard: int) -> None:

@@ -23,14 +23,9 @@ class Advice:
     scheme: Scheme
     reasons: tuple[str, ...]
 
-    @property
-    def name(self) -> str:
-        """The scheme as a user would write it."""
-        return scheme_name(self.scheme)
-
 
 def scheme_name(scheme: Scheme) -> str:
-    """The preset's name, or the scheme as Python code."""
+    """The scheme as a user would write it: the preset's name, or Python code."""
     for name, preset in SCHEMES.items():
         if preset == scheme:
             return name
@@ -107,15 +102,12 @@ class Inspection:
         )
 
     def __str__(self) -> str:
-        return self.table()
-
-    def table(self) -> str:
         """The predictions, the layers with the largest logits, and the advice, as a page of text."""
         named = {"unpatched": self.base, "as it is": self.patched}
         named |= {name + ", fresh gains" * ("norm" in name): trial for name, trial in self.trials.items()}
         for knee, trial in self.knees.items():
             named[f"{scheme_name(self.knee_scheme)}, knee {knee:.3g}{', chosen' * (knee == self.knee)}"] = trial
-        advice = f"Advice, if logits grow in training: {self.advice.name}"
+        advice = f"Advice, if logits grow in training: {scheme_name(self.advice.scheme)}"
         if self.advice.scheme == self.present:
             advice = "Advice: leave it as it is"
         return tables.page(

@@ -52,17 +52,11 @@ def _bound(layer: QKNormAttention, pairs: list[tuple[NormRange | None, NormRange
     for place, (q, k) in enumerate(pairs, start=1):
         if q is None or k is None:
             return None
-        rotates = place == len(pairs)
-        products = products + _products(q.lengths, k.lengths) * (rotary**2 if rotates else 1.0)
+        group = max(len(q.lengths) // len(k.lengths), 1)  # each key head meets its group of query heads
+        keys = k.lengths.repeat_interleave(group)
+        products = products + q.lengths * keys * (rotary**2 if place == len(pairs) else 1.0)
     scale = abs(layer.logit_scale) * layer.family.style.query_scale(layer)
     return scale * float(products.max())
-
-
-def _products(queries: Tensor, keys: Tensor) -> Tensor:
-    """The largest q·k of each head, `[H]` or `[1]`, from the lengths of queries and keys."""
-    if len(queries) == 1:
-        return queries * keys
-    return (queries.view(len(keys), -1) * keys[:, None]).flatten()  # each key head meets its group of query heads
 
 
 def worst_bound(model: Any) -> float | None:
@@ -143,13 +137,12 @@ def _own_range(norm: Any, heads: int, head_dim: int, together: bool) -> NormRang
 @torch.no_grad()
 def _call(norm: nn.Module, x: Tensor) -> Tensor:
     """A norm's output for x, in fp64 on the CPU, whatever the place of its weights."""
-    output: Tensor
     if is_hooked(norm):  # the hook moves the weights
-        output = norm(x.float())
-        return output.double().cpu()
-    values = {name: full_tensor(p.detach()).double().cpu() for name, p in norm.named_parameters()}
-    output = functional_call(norm, values, (x,))
-    return output.double()
+        output: Tensor = norm(x.float())
+    else:
+        values = {name: full_tensor(p.detach()).double().cpu() for name, p in norm.named_parameters()}
+        output = functional_call(norm, values, (x,))
+    return output.double().cpu()
 
 
 def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:

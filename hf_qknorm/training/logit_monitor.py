@@ -19,7 +19,6 @@ from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import watched_layers
 from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.measure.predictions import layer_statistics
-from hf_qknorm.reports.records import LayerStatistics
 from hf_qknorm.training.logit_log import LogitSample, nan_as_inf, read_log
 
 if TYPE_CHECKING:
@@ -134,7 +133,8 @@ class LogitMonitor(TrainerCallback):
 
     def _finish(self, watch: _Watch, step: int) -> LogitSample | None:
         """Record the sample of a step on the first rank; None, with a warning, without one."""
-        layers = watch.layers()
+        found = watch.found.items()
+        layers = {name: layer_statistics(seen, cap=seen.cap, **watch.limits.get(name, {})) for name, seen in found}
         if not layers:
             logger.warning(f"LogitMonitor saw no forward pass to sample in step {step}: nothing is recorded")
             return None
@@ -185,12 +185,6 @@ class _Watch:
             if compiled or any(m._compiled_call_impl is not None or hasattr(m, "_orig_mod") for m in modules):
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self.close = stack.pop_all().close
-
-    def layers(self) -> dict[str, LayerStatistics]:
-        """The statistics by layer."""
-        return {
-            name: layer_statistics(seen, cap=seen.cap, **self.limits.get(name, {})) for name, seen in self.found.items()
-        }
 
 
 def _is_first(with_gradients: bool, found: Mapping[str, Any], model: Any) -> bool:

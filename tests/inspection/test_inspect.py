@@ -100,7 +100,7 @@ def test_knees_are_tried_where_queries_and_keys_can_be_normed_up_to_the_one_that
     report = calibrate(model, judged, knee=knee, sharpness=SHARPNESS)
     assert tried.bound == pytest.approx(report.bound, rel=1e-3)
     assert tried.loss - found.base.loss == pytest.approx(report.loss - report.base.loss, abs=1e-3)
-    assert f"knee {knee:.3g}{', chosen' * (knee == found.knee)} " in found.table()
+    assert f"knee {knee:.3g}{', chosen' * (knee == found.knee)} " in str(found)
 
 
 @pytest.mark.parametrize("scheme", ["qk_norm_cap", "qkv_norm", "q_norm", "none", {"softcap": 3.0}])
@@ -113,9 +113,9 @@ def test_a_patched_model_is_measured_as_it_is(scheme):
     base, now = predictions(model, [{"input_ids": tokens(2, 20)}])
     assert (found.base, found.patched, found.trials) == (base, now, {})
     assert found.cap == (found.scheme.softcap or 50)
-    assert str(found.scheme) in str(found) == found.table()
+    assert str(found.scheme) in str(found)
     if scheme == "qk_norm_cap":
-        assert "Advice: leave it as it is" in found.table()
+        assert "Advice: leave it as it is" in str(found)
 
 
 def test_the_json_file_holds_all_fields(tmp_path):
@@ -140,7 +140,7 @@ def test_a_patched_model_is_inspected_with_its_bounds():
     assert {name: layer.bound for name, layer in found.layers.items()} == bounds
     assert found.bound == max(layer.bound for layer in found.layers.values())
     assert all(max(layer.max_logit) <= layer.bound for layer in found.layers.values())
-    header = next(line for line in found.table().splitlines() if line.startswith("layer "))
+    header = next(line for line in str(found).splitlines() if line.startswith("layer "))
     assert header.split()[-4:] == ["bound", "gain", "q,", "k"]
     assert inspect_model(sharp_model("llama"), [tokens(2, 20)]).bound is None
 
@@ -149,9 +149,9 @@ def test_the_table_warns_of_text_that_is_shorter_than_the_context():
     model = sharp_model("llama", max_position_embeddings=64)
     found = inspect_model(model, [tokens(2, 20)])
     assert (found.length, found.context) == (20, 64)
-    text = " ".join(found.table().split())
+    text = " ".join(str(found).split())
     assert "Measured in sequences of up to 20 tokens; the model's context has 64. Later positions were not" in text
-    assert "later positions" not in inspect_model(model, [tokens(1, 64)]).table().lower()
+    assert "later positions" not in str(inspect_model(model, [tokens(1, 64)])).lower()
     with pytest.raises(ValueError, match="length=1: expected 2 or more"):
         inspect_model(model, [tokens(2, 20)], length=1)
     with pytest.raises(ValueError, match="length=65: expected 2 to 64, the model's learned positions"):

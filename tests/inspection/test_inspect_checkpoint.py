@@ -54,10 +54,10 @@ def test_missing_files_are_named_in_one_line(checkpoint):
 def test_the_advice_for_a_trained_model(shared):
     text = str(shared / "data" / "tinyshakespeare.txt")
     found = inspect_checkpoint(str(shared / "checkpoints" / "llama-shakespeare"), data=text, max_tokens=2048)
-    assert found.advice.name == "qk_norm_cap"
+    assert found.advice.scheme == SCHEMES["qk_norm_cap"]
     assert found.ranked[0][0] == "model.layers.3.self_attn"
     assert found.largest > 50
     trials = found.trials
     assert trials["qk_norm"].kl > 10 * trials["q_norm"].kl > 100 * trials["soft_cap"].kl
     assert 0 < found.knee < KNEES[-1]
-    assert f"a knee of {found.knee:.3g} costs" in " ".join(found.table().split())
+    assert f"a knee of {found.knee:.3g} costs" in " ".join(str(found).split())
