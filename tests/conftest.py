@@ -118,14 +118,16 @@ def default_signals() -> Iterator[None]:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that the test saves."""
+    """The figures that the test saves, which are not drawn."""
     from matplotlib.figure import Figure
 
     saved: list[Any] = []
-    save = Figure.savefig
-    monkeypatch.setattr(
-        Figure, "savefig", lambda self, *rest, **options: (saved.append(self), save(self, *rest, **options))
-    )
+
+    def save(figure: Figure, path: Path, **options: Any) -> None:
+        saved.append(figure)
+        path.touch()
+
+    monkeypatch.setattr(Figure, "savefig", save)
     return saved
 
 

@@ -9,6 +9,7 @@ from typer.main import get_command
 
 import hf_qknorm
 from hf_qknorm import cli
+from qknorm_tests.children import child
 
 COMMANDS = ("demo", "inspect", "convert", "export", "card", "push", "monitor", "doctor", "families", "schemes")
 SECONDS = 0.5  # of CPU
@@ -58,10 +59,8 @@ def test_help_version_and_usage_errors_do_not_import_torch(script, arguments, st
 
 
 def test_in_the_command_hooks_are_installed_before_a_model_is_loaded(tmp_path):
-    checked = tmp_path / "hf-qknorm"
     known = 'import transformers; print("qknorm_llama" in transformers.CONFIG_MAPPING)'
-    checked.write_text(f"from hf_qknorm.cli import main\nmain()\n{known}\n")
-    assert run(checked, "families").stdout.endswith("True\n")
+    assert child(f"from hf_qknorm.cli import main\nmain()\n{known}\n", "families", home=tmp_path).endswith("True\n")
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such shell")

@@ -50,7 +50,7 @@ PICTURES = {
     for draw, make, cases in (
         (draw_calibration, calibration, covering([1, 60], VALUES, strength=1)),
         (draw_log, samples, [(*shape, value) for shape, value in covering(SIZES, VALUES, strength=1)]),
-        (draw_inspection, inspection, [(60, 40), *((2, 2, value) for value in (0.01, 1e300, math.nan))]),
+        (draw_inspection, inspection, [(60, 2, 0.01), (2, 40, 1e300), (2, 2, math.nan)]),
     )
     for arguments in cases
 }

@@ -155,7 +155,7 @@ def test_calls_that_the_kernels_do_not_take_are_refused_with_the_reason() -> Non
     model.set_attn_implementation("hf_qknorm_triton")
     tokens = batch("plain")["input_ids"]
     length = tokens.shape[1]
-    holes = torch.ones(2, 1, length, length, dtype=torch.bool, device=DEVICE).tril()
+    holes = torch.ones(1, 1, length, length, dtype=torch.bool, device=DEVICE).tril()
     holes[:, :, 5:, 3] = False
     with pytest.raises(ValueError, match="hf_qknorm_triton.*arbitrary one.*set_attn_implementation"):
         model(tokens, attention_mask=holes, use_cache=False)
@@ -199,7 +199,7 @@ def test_a_full_pass_in_pieces(model_type: str, kind: str, make: Any) -> None:
     for _ in range(2 if kind == "just long enough" else 1):
         pieces, run, start = [], model, 0
         for size in sizes:
-            places = torch.arange(start, start + size, device=DEVICE).expand(2, -1)
+            places = torch.arange(start, start + size, device=DEVICE)[None]
             pieces.append(run(tokens[:, start : start + size], position_ids=places, **{CACHE: cache}).logits)
             start += size
             if kind == "compiled" and run is model:

@@ -40,7 +40,7 @@ def test_a_query_that_is_not_finite_changes_no_other_row(
 ) -> None:
     """Its block has small logits, or logits near the cap."""
     given = problem(
-        Case(queries=40, head_dim=64, causal=True, softcap=softcap, spread=spread), F32, implementation.device
+        Case(batch=1, queries=40, head_dim=64, causal=True, softcap=softcap, spread=spread), F32, implementation.device
     )
     given.heads.q[:, :, 17, 3] = bad
     got, exact, plain = given.results(implementation.attend), given.expected(F64), given.expected(F32)
@@ -106,7 +106,8 @@ def test_queries_without_keys_give_zeros(implementation: Implementation, case: C
     assert not any(x.any() for x in (exact.out, exact.max_logit, exact.entropy, *implementation.statistics(given)))
 
 
-HIDDEN = [Case(queries=40, keys=33, causal=True), Case(queries=40, ranges="left_padding", sinks=True)]
+PAIR = {"heads": 2, "heads_kv": 1, "queries": 40}
+HIDDEN = [Case(**PAIR, keys=33, causal=True), Case(**PAIR, ranges="left_padding", sinks=True)]
 
 
 @each("case", axes=(HIDDEN,))
@@ -134,7 +135,8 @@ def test_hidden_logits_that_are_not_finite_change_nothing(implementation: Implem
 @each("softcap", "dtype", axes=([1e-30, 1e-3, 1e30], [F32, torch.bfloat16]))
 def test_caps_of_any_size(implementation: Implementation, softcap: float, dtype: torch.dtype) -> None:
     """In bf16, a query times a scale that is no power of 2 would be rounded by more than its logit is from 0."""
-    given = problem(Case(queries=40, head_dim=64, causal=True, softcap=softcap), dtype, implementation.device)
+    case = Case(batch=1, heads=2, heads_kv=1, queries=40, head_dim=64, causal=True, softcap=softcap)
+    given = problem(case, dtype, implementation.device)
     exact, plain = given.expected(F64), given.expected(dtype)
     for name, x in given.results(implementation.attend).items():
         assert_exact(x, exact[name], [plain[name]], name)
@@ -149,7 +151,7 @@ def test_caps_of_any_size(implementation: Implementation, softcap: float, dtype:
     fits=lambda name, case, sink: name != "triton" or sink < math.inf,
 )
 def test_sinks_of_any_size(implementation: Implementation, case: Case, sink: float) -> None:
-    given = problem(replace(case, sinks=True, queries=40), F32, implementation.device)
+    given = problem(replace(case, sinks=True, **PAIR), F32, implementation.device)
     sinks = given.visible.sinks
     assert sinks is not None
     sinks[1] = sink

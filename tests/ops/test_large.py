@@ -35,7 +35,7 @@ class Scale(NamedTuple):
 
 SCALE = Scale(131_072, 100, 17, (32, 8), 128, 2**18 + 200, 64, 256)
 if not NATIVE:
-    SCALE = Scale(300, 34, 2, (4, 2), 32, 150, 4, 16)
+    SCALE = Scale(200, 20, 2, (4, 2), 32, 110, 2, 16)
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,8 @@ numpy ≥ 2.4 forbids.
 
 It is also slow without need. At each call of a device function it patches the whole language again: here, where a
 kernel starts. It makes the sizes of each tensor and of its type anew: here, once for each shape. It checks integers for
-overflow without reporting it: here, not at all.
+overflow without reporting it: here, not at all. It compares types and shapes entry by entry, with a test of each for a
+constexpr: here, it looks first whether they are one object or plain.
 """
 
 import dataclasses
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _LangPatchScope
 
@@ -32,6 +34,8 @@ def install() -> None:
     InterpreterBuilder.binary_op, interpreter._patch_lang_tensor = _binary, _patch_tensor
     interpreter._patch_lang = _patch_language
     tl.tensor.__init__, tl.block_type.__init__ = _make_tensor, _make_block
+    tl.dtype.__eq__, tl.core._unwrap_if_constexpr, interpreter._get_np_dtype = _equal, _unwrap, _numpy_type
+    TritonSemantic.broadcast_impl_value = _broadcast
     builder = interpreter.interpreter_builder
     builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
 
@@ -96,17 +100,42 @@ def _sizes(shape: tuple[int, ...]) -> tuple[tl.tuple, tl.constexpr]:
 
 def _make_tensor(self: Any, handle: Any, type: Any) -> None:
     self.handle, self.type, self.dtype = handle, type, type.scalar
-    self.shape, self.numel = _sizes(tuple(type.shape) if type.is_block() else ())
+    self.shape, self.numel = type.sizes if type.is_block() else _sizes(())
 
 
 @cache
 def _block(shape: tuple[int, ...]) -> tl.block_type:
     block = object.__new__(tl.block_type)
     _make_block_else(block, tl.int1, list(shape))
+    block.sizes, block.name = _sizes(tuple(block.shape)), f"<{block.shape}"
     return block
 
 
 def _make_block(self: Any, element_ty: Any, shape: Any) -> None:
-    block = _block(tuple(getattr(size, "value", size) for size in shape))
-    self.element_ty, self.shape, self.numel = element_ty, block.shape, block.numel
-    self.name = f"<{self.shape}, {element_ty}>"
+    block = _block(tuple([getattr(size, "value", size) for size in shape]))
+    self.element_ty, self.shape, self.numel, self.sizes = element_ty, block.shape, block.numel, block.sizes
+    self.name = f"{block.name}, {element_ty}>"
+
+
+_equal_else, _unwrap_else, _numpy_type_else = tl.dtype.__eq__, tl.core._unwrap_if_constexpr, interpreter._get_np_dtype
+_broadcast_else = TritonSemantic.broadcast_impl_value
+_numpy_types: dict[str, np.dtype[Any]] = {}
+
+
+def _equal(self: Any, other: Any) -> bool:
+    return self.name == other.name if type(other) is tl.dtype else _equal_else(self, other)
+
+
+def _unwrap(x: Any) -> Any:
+    return _unwrap_else(x) if isinstance(x, (tl.constexpr, tl.tuple, tuple, list)) else x
+
+
+def _numpy_type(dtype: Any) -> Any:
+    name = dtype.scalar.name
+    if name not in _numpy_types:
+        _numpy_types[name] = _numpy_type_else(dtype)
+    return _numpy_types[name]
+
+
+def _broadcast(self: Any, a: Any, b: Any) -> tuple[Any, Any]:
+    return (a, b) if a.shape is b.shape else _broadcast_else(self, a, b)

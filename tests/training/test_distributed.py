@@ -18,11 +18,9 @@ from hf_qknorm import QKClip, patch_model
 from qknorm_tests import distributed_run as job
 from qknorm_tests.kneed import knees_of, logits, set_shapes
 from qknorm_tests.pair import run_in_turn
-from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import assert_identical, assert_same, make_batch, sharp_model
 
 CONFIGS = Path(__file__).parents[2] / "recipes" / "accelerate"
-FEW = ("shared",)  # without `-m slow`
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
 
@@ -30,12 +28,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:Futur
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory) -> Callable[[str], Path]:
     """The folder with the results of a task in two processes."""
-    return run_in_turn(tmp_path_factory, "distributed_run", FEW, [*job.TASKS])
+    return run_in_turn(tmp_path_factory, "distributed_run", (), [*job.TASKS])
 
 
-@pytest.mark.costly
+@pytest.mark.slow
 @pytest.mark.parametrize("way", job.WAYS)
-@pytest.mark.parametrize("case", slow_but(FEW, job.CASES))
+@pytest.mark.parametrize("case", job.CASES)
 def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
     model = job.made(case)
     loss = model(**make_batch("plain")).loss
@@ -56,8 +54,8 @@ def test_adapters_and_their_norms_train_in_two_processes_as_in_one(ran):
     assert_same(found, job.gradients(model), rtol=1e-4, least=0)
 
 
-@pytest.mark.costly
-@pytest.mark.parametrize("case", slow_but(FEW, job.CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", job.CASES)
 def test_a_sharded_model_saves_a_whole_checkpoint_in_several_files(case, ran):
     folder = ran(case) / f"{case} FSDP2"
     assert len(list(folder.glob("model-*.safetensors"))) > 1
