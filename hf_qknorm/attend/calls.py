@@ -57,8 +57,9 @@ def make_call(
     """
     for name, value in others.items():
         if name in UNSUPPORTED and value is not None:
-            kind, instead = UNSUPPORTED[name]
-            raise ValueError(f"hf_qknorm attention does not support the argument {name!r} of {kind}: {instead} before")
+            first = next(x for x in UNSUPPORTED if others.get(x) is not None)
+            kind, instead = UNSUPPORTED[first]
+            raise ValueError(f"hf_qknorm attention does not support the argument {first!r} of {kind}: {instead} before")
     if not heads.q.dtype == heads.k.dtype == heads.v.dtype:
         heads = _in_one_dtype(heads)
     q, k, v, *_ = heads
