@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,8 @@ from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import norm_rope as cpp
 from hf_qknorm.ops.types import Heads, Norm, Rotary
+
+KEPT: Final = "qk_norm_rotary"  # the attribute of cosines that holds what `kernel_rotary` made of them
 
 
 def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> tuple[Tensor, Tensor] | None:
@@ -106,14 +108,24 @@ def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> 
 
     `rope` is the family's field. "halves": columns i and i + R/2 turn together. "pairs": columns 2i and 2i + 1 do, and
     the angles are ordered likewise. "pairs_by_halves": as pairs, with angles in the order of halves. "once": as halves,
-    with each angle once.
+    with each angle once. The cosines keep it for the other layers of a step.
     """
     if positions is None:
         return None
     cos, sin = positions
+    traced = torch.compiler.is_compiling()
+    if not traced and (kept := vars(cos).get(KEPT)) is not None and kept[0] is sin and kept[1] == rope:
+        rotary: Rotary = kept[2]
+        return rotary
+    keeps = not (traced or cos.requires_grad or sin.requires_grad)
+    if keeps:  # `data`, as a view of the cosines would hold them, and they the view, for ever
+        cos, sin = cos.data, sin.data
     if rope == "pairs":
         cos, sin = cos[..., ::2], sin[..., ::2]
     elif rope != "once":
         half = cos.shape[-1] // 2
         cos, sin = cos.narrow(-1, 0, half), sin.narrow(-1, 0, half)
-    return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))
+    rotary = Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))
+    if keeps:
+        setattr(positions[0], KEPT, (positions[1], rope, rotary))
+    return rotary
