@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import re
 import statistics
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
@@ -30,11 +30,11 @@ ENOUGH = 1.0  # ms between two events, at least, where so many calls take as lon
 
 
 def by_turns(runs: dict[str, Work], turns: int, clock: Callable[[], float] = time.perf_counter) -> Times:
-    """The milliseconds of each run on a CPU, after two turns to warm up; each turn begins with another run."""
+    """The milliseconds of each run on a CPU, after two turns to warm up; each turn has another order, by a seed."""
     times: Times = {name: [] for name in runs}
-    names = deque(runs)
+    names, order = list(runs), random.Random(0)
     for turn in range(-2, turns):
-        names.rotate()
+        order.shuffle(names)  # so that none always follows the same one, whose code and data are in the caches
         for name in names:
             start = clock()
             runs[name]()
