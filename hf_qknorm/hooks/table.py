@@ -81,7 +81,8 @@ HOOKS: Final = (
          reason="transformers' model classes refuse a patched checkpoint, and load patched towers with ε and checks"),
     Hook("transformers.modeling_utils", "PreTrainedModel.save_pretrained",
          unpatched_classes.check_saved, "transformers>=5.17",
-         reason="a model in which a part was patched by itself is not saved as a whole, without the scheme"),
+         reason="a model whose layers have another scheme than its config is not saved, as the whole of a part that "
+         "was patched by itself"),
     Hook("transformers.modeling_layers", "MtpModel.__init__",
          mtp.build_layers, "transformers>=5.17", needed=True,
          reason="layers of multi-token prediction have the model's own norms, and not a scheme's"),
