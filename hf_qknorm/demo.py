@@ -27,6 +27,7 @@ from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.paths import check_folder, check_writable, user_path
 from hf_qknorm.files.progress import progress_bar
+from hf_qknorm.inspection.report import scheme_name
 from hf_qknorm.measure.batches import check_batches
 from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import check_text, load_text, sample_batches, sequence_length, tokenize
@@ -76,7 +77,8 @@ def run_demo(
     try:
         tokenizer, base, batches = _prepare(data, checkpoint, scheme, base_steps, more)
         then, text = ", and train it on beside the unpatched model" * bool(more), data or "Python's standard library"
-        print(f"Demo: convert {checkpoint or 'a small Llama'} to {scheme}{then}.\nCtrl-C keeps the results so far.")
+        print(f"Demo: convert {checkpoint or 'a small Llama'} to {scheme_name(scheme)}{then}.")
+        print("Ctrl-C keeps the results so far.")
         print(f"Losses are in nats per token, on the last tenth of the text: {text}.\n", flush=True)
         with closing(_progress(batches, trains_base=checkpoint is None)) as bar:
             if checkpoint is None:
