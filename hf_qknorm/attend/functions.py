@@ -23,6 +23,7 @@ from hf_qknorm.attend.masks import structured_mask
 from hf_qknorm.attend.servers import SERVER_BACKENDS
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.ops import reference
+from hf_qknorm.ops.traces import is_exporting
 from hf_qknorm.ops.types import Heads
 
 _NAMED: Final = {x.name: x for x in IMPLEMENTATIONS}
@@ -127,7 +128,7 @@ def best_attention(
     `output_attentions=True`, and in an exported graph, which has operators of torch alone, it is the eager function,
     which holds every logit in memory.
     """
-    if weights_wanted(kwargs) or torch.compiler.is_exporting():
+    if weights_wanted(kwargs) or is_exporting():
         log_once("forms every logit in memory, for output_attentions=True")
         return eager_attention(module, query, key, value, attention_mask, **kwargs)
     show(module, query, key, value, attention_mask, kwargs)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -15,3 +17,9 @@ def constant_in_traces(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@constant_in_traces
+def is_exporting() -> bool:
+    """Whether torch.export traces. torch 2.11 says so of itself in each trace of torch.compile, too."""
+    return torch.compiler.is_exporting()

@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 
 from hf_qknorm.files.log import logger
-from hf_qknorm.ops.traces import constant_in_traces
+from hf_qknorm.ops.traces import constant_in_traces, is_exporting
 
 SOURCES: Final = Path(__file__).parent / "csrc"
 # As torch's own kernels are compiled for these CPUs
@@ -44,7 +44,7 @@ def why_not(wait: bool = True) -> str | None:
     """
     if _overloads and not torch.compiler.is_compiling() and _switch() != "0":
         return None
-    return _why_not(wait, torch.compiler.is_compiling(), torch.compiler.is_exporting())
+    return _why_not(wait, torch.compiler.is_compiling(), is_exporting())
 
 
 @constant_in_traces
