@@ -92,7 +92,7 @@ def attend(
     The models' own eager functions have no cap.
     """
     capped = layer.scheme.softcap is not None
-    if capped and name not in CAP_BACKENDS:
+    if capped:
         check_cap_backend(name, layer.scheme.softcap)
     if name in SERVER_BACKENDS:
         q = servers.for_server(layer, q, options)

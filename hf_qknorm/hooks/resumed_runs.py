@@ -30,7 +30,7 @@ def check_resumed(
         if checkpoint is not None and Path(checkpoint, CONFIG).exists():
             _check_scheme(trainer, Path(checkpoint))
         if checkpoint is not None and Path(checkpoint, TRAINER_STATE_NAME).exists():
-            _check_schedule(trainer, Path(checkpoint))
+            _check_schedule(trainer, Path(checkpoint, TRAINER_STATE_NAME))
     return train(trainer, resume_from_checkpoint, *args, **kwargs)
 
 
@@ -52,18 +52,19 @@ def _check_scheme(trainer: Any, checkpoint: Path) -> None:
     )
 
 
-def _check_schedule(trainer: Any, checkpoint: Path) -> None:
-    from transformers.trainer import TRAINER_STATE_NAME
+def _check_schedule(trainer: Any, path: Path) -> None:
+    """Warn if the run of a trainer_state.json had a KneeSchedule that had not ended, and this run has none."""
+    from transformers import TrainerState
 
-    state, name = read_json(checkpoint / TRAINER_STATE_NAME), "KneeSchedule"
-    entry = (state.get("stateful_callbacks") or {}).get(name)
-    if not entry or any(type(callback).__name__ == name for callback in trainer.callback_handler.callbacks):
+    state, name = TrainerState.load_from_json(str(path)), "KneeSchedule"
+    entry = state.stateful_callbacks.get(name)
+    if entry is None or any(type(callback).__name__ == name for callback in trainer.callback_handler.callbacks):
         return
     own = entry["args"]
-    if state["global_step"] < (own["after"] + own["share"]) * entry["attributes"]["steps"]:
+    if state.global_step < (own["after"] + own["share"]) * entry["attributes"]["steps"]:
         arguments = ", ".join(f"{key}={value:g}" for key, value in own.items())
         logger.warning(
-            f"{checkpoint} is of a run with {name}({arguments}), which had not ended, and this run has none: the knee "
+            f"{path.parent} is of a run with {name}({arguments}), which had not ended, and this run has none: the knee "
             "stays as it is. Add that callback to the Trainer to go on with it"
         )
 

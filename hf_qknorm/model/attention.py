@@ -19,7 +19,6 @@ from transformers.models.auto.configuration_auto import model_type_to_module_nam
 from hf_qknorm.families import CAPPED, FAMILIES, Family, known_families
 from hf_qknorm.families.class_names import PREFIX
 from hf_qknorm.families.style import CACHE
-from hf_qknorm.model.layer import NONE
 from hf_qknorm.model.layer import QKNormAttention as QKNormAttention
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm, active_copy
 
@@ -42,7 +41,7 @@ def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.runs_own_forward:
             self.check_own_forward(kwargs)
-        if self.runs_own_forward or (self.scheme is NONE and self.is_unchanged):
+        if self.runs_own_forward or self.is_unchanged:
             return base.forward(self, *args, **kwargs)
         if adapter is None and len(args) > 1:  # the model's own forward has another order
             args, kwargs = args[:1], {**dict(zip(names, args[1:], strict=False)), **kwargs}

@@ -56,7 +56,7 @@ class QKNormAttention(nn.Module):
         """
         style, cache = self.family.style, layer_past if past_key_values is None else past_key_values
         states = kwargs.pop("key_value_states", None)
-        taken = {name: kwargs.pop(name, None) for name in style.arguments} if style.arguments else {}
+        taken = {name: kwargs.pop(name, None) for name in style.arguments}
         options = kwargs | self.attention_options()
         backend: str = self.config._attn_implementation  # once: to read a config takes as long as a small operator
         if states is not None:
@@ -70,7 +70,7 @@ class QKNormAttention(nn.Module):
         if style.parts is None:
             if backend in servers.SERVER_BACKENDS:
                 servers.check_heads(self, q, k, v, options)
-            v = self.normed("v_norm", v) if "v_norm" in self._modules else v
+            v = self.normed("v_norm", v)
         if cache is None and isinstance(attention_mask, Tensor):
             check_keys(attention_mask, q.shape[2])
 
@@ -166,7 +166,7 @@ class QKNormAttention(nn.Module):
     @property
     def logit_scale(self) -> float:
         """The factor of q·k: the scheme's scale, or the model's own where there is none."""
-        return self.family.style.scale(self) if self.scheme.scale is None else self.scheme.scale
+        return self.own_scale if self.scheme.scale is None else self.scheme.scale
 
     @property
     def own_scale(self) -> float:

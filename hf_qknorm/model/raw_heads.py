@@ -19,7 +19,7 @@ from hf_qknorm.ops.cpu import norm_rope as cpp
 from hf_qknorm.ops.traces import is_exporting
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 
-KEPT: Final = "qk_norm_rotary"  # the attribute of cosines that holds what `kernel_rotary` made of them
+KEPT: Final = "qk_norm_rotary"  # of cosines: their sines, the family's `rope`, and the `Rotary` of both
 
 
 def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> tuple[Tensor, Tensor] | None:
@@ -109,24 +109,27 @@ def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> 
 
     `rope` is the family's field. "halves": columns i and i + R/2 turn together. "pairs": columns 2i and 2i + 1 do, and
     the angles are ordered likewise. "pairs_by_halves": as pairs, with angles in the order of halves. "once": as halves,
-    with each angle once. The cosines keep it for the other layers of a step.
+    with each angle once. The cosines hold the result for the other layers of a step, in the attribute `KEPT`.
     """
     if positions is None:
         return None
     cos, sin = positions
-    traced = torch.compiler.is_compiling()
-    if not traced and (kept := vars(cos).get(KEPT)) is not None and kept[0] is sin and kept[1] == rope:
-        rotary: Rotary = kept[2]
-        return rotary
-    keeps = not (traced or cos.requires_grad or sin.requires_grad)
-    if keeps:  # `data`, as a view of the cosines would hold them, and they the view, for ever
-        cos, sin = cos.data, sin.data
+    if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
+        return _once(cos, sin, rope)
+    kept = vars(cos).get(KEPT)
+    if kept is None or kept[0] is not sin or kept[1] != rope:
+        # Of `data`: the cosines would never be freed if they held a view of themselves
+        kept = sin, rope, _once(cos.data, sin.data, rope)
+        setattr(cos, KEPT, kept)
+    rotary: Rotary = kept[2]
+    return rotary
+
+
+def _once(cos: Tensor, sin: Tensor, rope: str | None) -> Rotary:
+    """The rotation with each angle once."""
     if rope == "pairs":
         cos, sin = cos[..., ::2], sin[..., ::2]
     elif rope != "once":
         half = cos.shape[-1] // 2
         cos, sin = cos.narrow(-1, 0, half), sin.narrow(-1, 0, half)
-    rotary = Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))
-    if keeps:
-        setattr(positions[0], KEPT, (positions[1], rope, rotary))
-    return rotary
+    return Rotary(cos, sin, rope in ("pairs", "pairs_by_halves"))

@@ -16,8 +16,7 @@ from hf_qknorm.ops.types import Heads, Options, Visible
 def check_call(heads: Heads, visible: Visible, options: Options) -> None:
     """Raise ValueError unless these are the arguments of one attention call."""
     check_heads(heads.q, heads.k, heads.v)
-    if not visible.ranges is visible.sinks is visible.mask is None:
-        _check_visible(heads, visible)
+    _check_visible(heads, visible)
     _check_options(options)
 
 

@@ -21,5 +21,5 @@ def constant_in_traces(function: Function) -> Function:
 
 @constant_in_traces
 def is_exporting() -> bool:
-    """Whether torch.export traces. torch 2.11 says so of itself in each trace of torch.compile, too."""
+    """Whether torch.export traces. `torch.compiler.is_exporting` is true in every trace with torch 2.11."""
     return torch.compiler.is_exporting()

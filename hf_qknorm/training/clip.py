@@ -52,8 +52,8 @@ class QKClip(TrainerCallback):
     Raises ValueError for a model that is not patched, shares weights of queries or keys, or has projections of an
     unknown kind; for one that norms both queries and keys (in latent attention queries alone), so that logits do not
     depend on the size of the weights; and for a threshold that is not positive. When training begins, for a Trainer of
-    another model, as its `model_init` makes. Then, and in a step that clips, for adapters that were added since, and
-    for DeepSpeed; in each step for FSDP 1. In the first pass, for tensor parallelism.
+    another model, as its `model_init` makes. Then, and in a step that clips, for adapters that were added since, for
+    DeepSpeed and for FSDP 1. In the first pass, for tensor parallelism.
     Source: Kimi K2 (arXiv 2507.20534).
     """
 
@@ -150,6 +150,7 @@ class QKClip(TrainerCallback):
                 "the Trainer the model of QKClip itself, without model_init"
             )
         changeable_head_weights(self.model, "QKClip")  # as `step`, before the first one
+        reshard(kwargs["model"])
         self.watch()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

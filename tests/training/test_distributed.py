@@ -11,7 +11,7 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from hf_qknorm import QKClip, patch_model
@@ -100,6 +100,14 @@ def test_a_clip_changes_the_shards(process_group):
         assert clip.step()
     model.reshard()
     assert torch.equal(logits(model), logits(expected))
+
+
+def test_a_clip_refuses_fsdp_1_before_a_step(process_group):
+    model = patch_model(sharp_model("llama"), "none")
+    clip = QKClip(model, threshold=1.0)
+    wrapped = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match="can't be changed between steps under FSDP 1: shard by FSDP2"):
+        clip.on_train_begin(None, None, None, model=wrapped)
 
 
 @pytest.mark.slow

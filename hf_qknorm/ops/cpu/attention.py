@@ -31,8 +31,7 @@ def attention(call: Call) -> Tensor:
     Raises RuntimeError where the kernels can't be compiled.
     """
     heads, visible, options = call
-    if options.dropout:
-        visible = with_seed(visible, options, heads.q.device)
+    visible = with_seed(visible, options, heads.q.device)
     arguments = *heads[:3], *visible[:3], *options
     refuse_forward_mode(arguments)
     gradients = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in arguments)
