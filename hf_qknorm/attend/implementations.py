@@ -5,7 +5,6 @@ A new one is an entry of `IMPLEMENTATIONS`, and its name an attention function.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
@@ -87,7 +86,7 @@ def device_type(x: Tensor) -> str:
 
 def log_once(message: str, reason: str | None = None) -> None:
     """Log a message at info level, with the reason of its first time, once a process; a traced graph is silent."""
-    if message in _logged or torch.compiler.is_compiling() or not logger.isEnabledFor(logging.INFO):
+    if message in _logged or torch.compiler.is_compiling():
         return
     _logged.add(message)
     logger.info("hf_qknorm attention %s%s", message, "" if reason is None else f": {reason}")

@@ -40,7 +40,7 @@ def project(module: Any, hidden_states: Tensor, weights: tuple[str, ...] = QKV) 
 
 def output(module: Any, attended: Tensor) -> Tensor:
     """Apply the output's projection."""
-    return module.o_proj(attended)
+    return module._modules["o_proj"](attended)
 
 
 def rotate(module: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any, **arguments: Any) -> Rotated:
