@@ -86,7 +86,7 @@ def device_type(x: Tensor) -> str:
 
 def log_once(message: str, reason: str | None = None) -> None:
     """Log a message at info level, with the reason of its first time, once a process; a traced graph is silent."""
-    if message in _logged or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or message in _logged:  # in this order: a graph must not depend on the messages
         return
     _logged.add(message)
     logger.info("hf_qknorm attention %s%s", message, "" if reason is None else f": {reason}")
