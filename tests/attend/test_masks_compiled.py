@@ -103,7 +103,7 @@ def test_an_exported_model_with_padding_takes_other_lengths():
     randomise(model, knee=2.0)
     tokens, mask = torch.randint(64, (2, 12)), torch.ones(2, 12, dtype=torch.int64)
     mask[0, :3], mask[1, 9:] = 0, 0
-    length = torch.export.Dim("length", min=2, max=32)
+    length = torch.export.Dim.DYNAMIC  # torch 2.11 takes no largest length, of unpatched models either
     shapes = {"input_ids": {1: length}, "attention_mask": {1: length}, "use_cache": None}
     given = {"input_ids": tokens[:, 4:].clone(), "attention_mask": mask[:, 4:].clone(), "use_cache": False}
     program = torch.export.export(model, (), given, dynamic_shapes=shapes)
