@@ -1,7 +1,6 @@
 """Continue the training of a trained model on text of another kind, unpatched and converted, at rising learning rates.
 
-    python recipes/continue.py --checkpoint ../shared/checkpoints/llama-shakespeare --max_steps 300 \\
-        --known ../shared/data/tinyshakespeare.txt --text ../shared/data/wikitext2-valid.txt
+    python recipes/continue.py --checkpoint CKPT --max_steps 300 --known tinyshakespeare.txt --text wikitext2-valid.txt
 
 Does a converted model train at rates where the unpatched one fails, and where does it end? Each arm trains from the
 same checkpoint at each rate, with each seed; within a seed all see the same batches. The knee and the gains are
