@@ -236,7 +236,7 @@ def check_scheme(model_type: str, config: Any, scheme: Scheme) -> None:
         nearest = f" The nearest supported type is {near[0]!r}." if near else ""
         raise ValueError(
             f"model_type {shorten(model_type)} is not supported: {reason}.{nearest} hf-qknorm families and {PAGE} list "
-            "all supported types"
+            "all supported types; the README beside that page says how to add one"
         )
 
 

@@ -53,7 +53,7 @@ def layers_table(layers: Mapping[str, Sequence[LayerStatistics]], cap: float) ->
         both = (" → ".join(numbers) for numbers in zip(*cells, strict=True))
         rows.append([name, level, *both, *[_bound(last.bound), gains] * normed])
     rest = f"\n… and {len(layers) - ROWS} calmer layers" if len(layers) > ROWS else ""
-    reading = ";\n".join([READING, *[LIMITS] * normed])
+    reading = ";\n".join([READING, f"calm ≤ {cap / 2:g}, raised ≤ {cap:g}, large ≤ {2 * cap:g}", *[LIMITS] * normed])
     return f"{_aligned(rows)}{rest}\n\n{reading}"
 
 

@@ -117,7 +117,7 @@ def test_cross_attention_is_capped_too():
 def test_norms_and_a_scale_are_refused(model_type, scheme):
     model = made(model_type)
     before = fingerprint(model)
-    message = f"model_type '{model_type}' is not supported: .* Only a cap can be added.* list all supported types"
+    message = f"model_type '{model_type}' is not supported: .* Only a cap can be added.* how to add one"
     with pytest.raises(ValueError, match=message) as refusal:
         patch_model(model, scheme)
     assert fingerprint(model) == before

@@ -59,6 +59,7 @@ def test_text_and_table_have_the_knee_and_its_bound():
     assert lines.index(["layers.14", *cells.split()]) < next(i for i, x in enumerate(lines) if x[:1] == ["layers.13"])
     assert "layers.2 " not in report.table()
     assert "… and 3 calmer layers" in report.table()
+    assert "\ncalm ≤ 25, raised ≤ 50, large ≤ 100" in example(layers=15).table()
     without = [line.split() for line in example(layers=15).table().splitlines()]
     assert ["layers.14", *cells.replace("164.0", "-").split()] in without
     wide = dataclasses.replace(
