@@ -22,8 +22,6 @@ GAINS: Final = ("shared", "per_head", "scalar", "none")
 # Gains with one entry per channel: a bias needs one of them.
 CHANNEL_GAINS: Final = ("shared", "per_head")
 
-BEFORE: Final = ("knee", "sharpness", "temperature", "sinks", "length_scale", "width")  # fields of versions before 1.0
-
 
 @dataclass(frozen=True)
 class Scheme:
@@ -131,18 +129,13 @@ class Scheme:
     def stored(cls, data: Any) -> Scheme:
         """Return the scheme in a checkpoint's config.json, which has every field.
 
-        Raises ValueError for a preset's name, for the fields of versions before 1.0, and for a missing field, whose
-        default could change the result.
+        Raises ValueError for a preset's name, and for a missing field, whose default could change the result.
         """
         if isinstance(data, str):
             known = f", for {data!r} {SCHEMES[data].to_dict()}" if data in SCHEMES else ""
             raise ValueError(
                 f'config.json: "qk_norm" is {shorten(data)}, expected a scheme\'s fields{known}: a preset may change '
                 "between versions"
-            )
-        if isinstance(data, Mapping) and (old := [name for name in BEFORE if name in data]):
-            raise ValueError(
-                f'config.json: "qk_norm" has {old[0]!r}: it was written by a version before 1.0: convert it again'
             )
         scheme = cls.from_dict(data)
         if missing := [field.name for field in dataclasses.fields(cls) if field.name not in data]:

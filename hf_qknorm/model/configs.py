@@ -22,7 +22,6 @@ else:
     _Config = object
 
 OWN_SETTINGS: Final = ("qk_norm", "qk_norm_base", "attn_logit_softcapping")
-BEFORE: Final = ("qk_norm_powers", "qk_norm_blend")  # settings of versions before 1.0
 
 
 class QKNormConfig(_Config):
@@ -43,8 +42,6 @@ class QKNormConfig(_Config):
         stored_type = kwargs.pop("model_type", None)  # present only among settings from a config.json
         _check_type(type(self), stored_type)
         check_names(kwargs)
-        if old := [name for name in BEFORE if name in kwargs]:
-            raise ValueError(f"config.json has {old[0]!r}: it was written by a version before 1.0: convert it again")
         super().__post_init__(**{key: value for key, value in kwargs.items() if not is_notice(key, value)})
         check_settings(self)
         self.validate()  # the base class's own validators, which a derived dataclass does not inherit

@@ -14,7 +14,7 @@ from transformers.modeling_utils import load_state_dict
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.attention import head_norms, patched_layers
 from hf_qknorm.model.config_checks import config_file
-from hf_qknorm.model.norms import NORM_FIELDS, OLD, shape_problem
+from hf_qknorm.model.norms import NORM_FIELDS, shape_problem
 
 TENSORS: Final = ("weight", "bias", "knee")  # of a norm
 DTYPES_OF_TORCH: Final = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
@@ -92,8 +92,6 @@ def check_loaded(model: PreTrainedModel, missing: Iterable[str], unexpected: Ite
         return sorted(key for key in keys if key in own or f"{prefix}{key}" in own or key.removeprefix(prefix) in own)
 
     lacking, extra = ours(missing), ours(unexpected)
-    if lacking and all(key.endswith(".knee") for key in lacking):
-        raise ValueError(f"{_place(model)}: no {shorten(lacking[0])} is in the weights: they were {OLD}")
     if lacking or extra:
         what = "missing from the weights" if lacking else "in the weights but not in the scheme"
         raise _disagreement(model, what, lacking or extra)

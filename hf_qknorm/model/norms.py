@@ -123,7 +123,7 @@ class HeadNorm(nn.Module):
             elif self.own_eps not in (None, self.eps) and not knee.is_meta and knee[0] and not knee[1]:
                 args[-1].append(f"{prefix}knee is for an export, with the model's eps: patch with eps={self.own_eps:g}")
         elif stored:
-            args[-1].append(f"{prefix}{stored[0]} is in the state dict and {prefix}knee is not: it was {OLD}")
+            args[-1].append(f"{prefix}{stored[0]} is in the state dict and {prefix}knee is not. Restore the weights")
         super()._load_from_state_dict(own, prefix, *args)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -150,9 +150,6 @@ class HeadNorm(nn.Module):
         knee = f", knee={shown_knee(self.ratio)}, sharpness={shape.sharpness:g}" if shape.power else ""
         eps = self.eps if knee else self.eps * 2.0**shape.epsilon
         return f"{self.norm}{order}, gain={gain}, bias={self.bias is not None}, eps={eps:g}{knee}"
-
-
-OLD: Final = "written by a version before 1.0: convert it again"
 
 
 def shape_problem(knee: Tensor) -> str | None:

@@ -27,11 +27,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no scheme": ({"qk_norm": None}, 'needs "qk_norm"'),
     "an edited cap": ({"attn_logit_softcapping": 4.0}, "attn_logit_softcapping=4.0 contradicts"),
     "a base cap": ({"qk_norm_base": {"attn_logit_softcapping": 9.0}}, '"qk_norm_base" is .*9.0.*, expected null'),
-    "powers of an older version": ({"qk_norm_powers": None}, "has 'qk_norm_powers'.*written by a version before 1.0"),
-    "a knee of an older version": (
-        {"qk_norm": {**PLAIN.to_dict(), "knee": 0.0}},
-        "\"qk_norm\" has 'knee': it was written by a version before 1.0: convert it again",
-    ),
+    "an unknown field": ({"qk_norm": {**PLAIN.to_dict(), "knee": 0.0}}, "unknown scheme field 'knee'"),
     "no layers": ({"num_hidden_layers": 0}, "config.json: .* no layer has attention"),
     "no heads": ({"num_key_value_heads": 0}, "config.json can't be used"),
     "too many heads": ({"num_attention_heads": 2**62}, "config.json.*(num_attention_heads|attention heads)"),

@@ -60,7 +60,7 @@ DAMAGE: dict[str, tuple[str, Callable[[Path, str], object], tuple[str, ...]]] = 
     "a knee is missing": (
         "knee",
         weights(lambda tensors, name: tensors.pop(name)),
-        ("q_norm.knee' is in the weights: they were written by a version before 1.0",),
+        ("1 norm tensors are missing from the weights, first", "q_norm.knee'. The config"),
     ),
     "the scheme lacks the gains": (
         "weight",

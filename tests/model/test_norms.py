@@ -121,7 +121,7 @@ BROKEN = {
     "8 bits": (torch.ones(3).to(torch.float8_e4m3fn), "knee has dtype float8_e4m3fn"),
     "NaN": (torch.tensor([math.nan, 0.0, 1.0]), "knee is [nan, 0.0, 1.0], expected three finite numbers"),
     "sharpness": (torch.tensor([1.0, 1.0, 0.0]), "knee is [1.0, 1.0, 0.0], expected three finite numbers, the last at"),
-    "none": (None, "knee is not: it was written by a version before 1.0: convert it again"),
+    "none": (None, "weight is in the state dict and knee is not. Restore the weights"),
 }
 
 

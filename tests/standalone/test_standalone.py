@@ -92,7 +92,7 @@ def test_it_computes_what_the_package_does(case, folders):
 
 
 WRONG_KNEES = {
-    "missing": (lambda w, name: w.pop(name), "written by a version before 1.0: convert it again"),
+    "missing": (lambda w, name: w.pop(name), "1 norm tensors are missing from the weights"),
     "NaN": (lambda w, name: w[name].fill_(float("nan")), "is [nan, nan, nan], expected three finite numbers"),
     "zero": (lambda w, name: w[name].fill_(0.0), "the last at least 1"),
     "channels": (lambda w, name: w.update({name: torch.ones(16)}), "has shape [16], expected [3]"),
