@@ -166,6 +166,11 @@ class Scheme:
         return ", ".join(changed) or "nothing changed"
 
 
+def in_words(schemes: Iterable[Scheme]) -> str:
+    """The schemes of a model's layers, each once: "q=rms, k=rms, softcap=50.0"."""
+    return "; ".join(sorted({str(scheme) for scheme in schemes if not scheme.changes_nothing})) or "no scheme"
+
+
 def field_values() -> dict[str, str]:
     """The values that each field of a scheme can have, as text."""
     norm, switch, number = " | ".join((*NORMS, "auto")), "true | false", "a number > 0"

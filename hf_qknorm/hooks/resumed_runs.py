@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CONFIG
 from hf_qknorm.files.untrusted import read_json
-from hf_qknorm.scheme import Scheme
+from hf_qknorm.model.in_memory import schemes_in_memory
+from hf_qknorm.scheme import Scheme, in_words
 
 
 def check_resumed(
     train: Callable[..., Any], trainer: Any, /, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    """Train by Trainer's `train`, and refuse to resume a checkpoint whose config.json has another scheme.
+    """Train by Trainer's `train`, and refuse to resume a checkpoint of another scheme.
 
-    Another cap alone is a warning, and so is a `KneeSchedule` that had not reached its end and is not in this run. The
-    checkpoint of an adapter has no config.json, and its scheme is not checked.
+    The scheme is that of its config.json, or that of an adapter's base model. Another cap alone is a warning, and so is
+    a `KneeSchedule` that had not reached its end and is not in this run.
     """
     if resume_from_checkpoint:
         from transformers.trainer import TRAINER_STATE_NAME
@@ -27,7 +28,7 @@ def check_resumed(
 
         last = resume_from_checkpoint is True
         checkpoint = get_last_checkpoint(trainer.args.output_dir) if last else resume_from_checkpoint
-        if checkpoint is not None and Path(checkpoint, CONFIG).exists():
+        if checkpoint is not None:
             _check_scheme(trainer, Path(checkpoint))
         if checkpoint is not None and Path(checkpoint, TRAINER_STATE_NAME).exists():
             _check_schedule(trainer, Path(checkpoint, TRAINER_STATE_NAME))
@@ -37,19 +38,28 @@ def check_resumed(
 def _check_scheme(trainer: Any, checkpoint: Path) -> None:
     from hf_qknorm.model.attention import patched_layers
 
-    own = {layer.scheme for layer in patched_layers(trainer.model).values() if not layer.scheme.changes_nothing}
-    stored = {scheme for scheme in _schemes(read_json(checkpoint / CONFIG)) if not scheme.changes_nothing}
-    if own == stored:
-        return
-    named, found = ("; ".join(sorted(map(str, schemes))) or "no scheme" for schemes in (stored, own))
-    text = f"{checkpoint} was trained with {named}, and the model that resumes from it has {found}"
-    if own and {replace(x, softcap=None) for x in own} == {replace(x, softcap=None) for x in stored}:
+    own = in_words(layer.scheme for layer in patched_layers(trainer.model).values())
+    stored = _stored(trainer.model, checkpoint) or own
+    text = f"{checkpoint} was trained with {stored}, and the model that resumes from it has {own}"
+    if len({re.sub(r"(, )?softcap=[^,;]+", "", schemes) for schemes in (stored, own)}) > 1:
+        raise ValueError(
+            f"{text}: patch the model as that of the checkpoint, or load that model from its folder. To go on with "
+            "another scheme, start a new run from the checkpoint's weights"
+        )
+    if stored != own:
         logger.warning(f"{text}: the run goes on with another cap")
-        return
-    raise ValueError(
-        f"{text}: patch the model as the checkpoint was, or give the model that AutoModelForCausalLM.from_pretrained "
-        "loads from it. To go on with another scheme, start a new run from the checkpoint's weights"
-    )
+
+
+def _stored(model: Any, checkpoint: Path) -> str | None:
+    """The schemes of a checkpoint, or of its adapter's base model, in words; None where they are not known."""
+    if not (checkpoint / CONFIG).exists() and (adapter := checkpoint / "adapter_config.json").exists():
+        base = str(read_json(adapter).get("base_model_name_or_path") or checkpoint)
+        if base == model.name_or_path and hasattr(model, "qk_norm_base_marked"):  # patched by this run
+            return in_words(())
+        if schemes := schemes_in_memory(base):
+            return schemes
+        checkpoint = Path(base)
+    return in_words(_schemes(read_json(checkpoint / CONFIG))) if (checkpoint / CONFIG).exists() else None
 
 
 def _check_schedule(trainer: Any, path: Path) -> None:

@@ -6,11 +6,22 @@ name gives the model's tokenizer, but other weights or another scheme.
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from typing import Any
+
+from hf_qknorm.scheme import in_words
 
 
 class InMemoryName(str):
     """The name by which a model was loaded before it was changed in memory: `from_pretrained` of a model refuses it."""
+
+    schemes: str  # of the model's layers, in words
+
+    def __new__(cls, name: str, schemes: str = "") -> InMemoryName:
+        self = super().__new__(cls, name)
+        self.schemes = schemes
+        return self
 
     def refusal(self, caller: str) -> OSError:
         """Return the error of a `caller` that would load the model as it was before."""
@@ -22,7 +33,8 @@ class InMemoryName(str):
 
     def unsaved(self) -> str:
         """Return the name that files get, which no tool can load: the base model of an adapter, for example."""
-        return f"{self} (changed in memory, not saved: put the folder of the saved model here)" if self else ""
+        note = f"changed in memory, {self.schemes}, not saved: put the folder of the saved model here"
+        return f"{self} ({note})" if self else ""
 
 
 def mark_in_memory(model: Any, *, marked: bool = True) -> None:
@@ -30,8 +42,17 @@ def mark_in_memory(model: Any, *, marked: bool = True) -> None:
 
     With `marked=False` make them plain strings again.
     """
-    kind = InMemoryName if marked else str
+    from hf_qknorm.model.attention import patched_layers
+
+    schemes = in_words(layer.scheme for layer in patched_layers(model).values())
+    kind = partial(InMemoryName, schemes=schemes) if marked else str
     model.config._name_or_path = kind(model.config.name_or_path)
     for module in model.modules():  # itself, and its base model
         if "name_or_path" in vars(module) and getattr(module, "config", None) is model.config:
             module.name_or_path = kind(module.name_or_path)
+
+
+def schemes_in_memory(name: str) -> str | None:
+    """The schemes, in words, of a model that a file names by `InMemoryName.unsaved`."""
+    found = re.search(r" \(changed in memory, (.+), not saved: ", name)
+    return found and found[1]

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from hf_qknorm import KneeSchedule, Scheme, patch_model
 from qknorm_tests.kneed import kneed
@@ -56,3 +58,32 @@ def test_a_schedule_that_had_not_ended_is_missed(share, kept, words, tmp_path, c
         made.train(resume_from_checkpoint=resume and str(tmp_path / resume))
     text = "with KneeSchedule(after=0, share=1, target=0), which had not ended, and this run has none: the knee stays"
     assert caplog.text.count(text) == words
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after", "stored", "own"),
+    [
+        (None, RMS, "no scheme", "q=rms, k=rms"),
+        (RMS, None, "q=rms, k=rms", "no scheme"),
+        (RMS, LAYER, "q=rms, k=rms", "q=layer, k=layer, bias=False"),
+        (RMS, RMS, "", ""),
+    ],
+)
+def test_another_scheme_below_an_adapter_is_refused(before, after, stored, own, saved, tmp_path):
+    """The base model of an adapter is patched in memory, or loaded from the folder of a patched model."""
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    for scheme, resume in ((before, None), (after, str(tmp_path / "checkpoint-1"))):
+        model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
+        if scheme is not None:
+            patch_model(model, scheme)
+            if saved:
+                model.save_pretrained(tmp_path / "patched" / scheme.q)
+                model = AutoModelForCausalLM.from_pretrained(tmp_path / "patched" / scheme.q)
+        made = trainer(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2)), tmp_path, **SETTINGS)
+        if resume and own:
+            with pytest.raises(ValueError, match=f"checkpoint-1 was trained with {stored}, and the model .* has {own}"):
+                made.train(resume_from_checkpoint=resume)
+        else:
+            made.train(resume_from_checkpoint=resume)
