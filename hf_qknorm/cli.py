@@ -103,7 +103,6 @@ def inspect(
     numbers, picture = folder / "inspect.json", folder / "inspect.png"
     check_writable(numbers, picture)
     found = inspect_checkpoint(checkpoint, data=data, max_tokens=max_tokens, length=length, cap=cap)
-    folder.mkdir(parents=True, exist_ok=True)
     found.save(numbers)
     draw_inspection(found, picture)
     echo(f"{found}\n\nwritten: {numbers}, {picture}")
@@ -211,7 +210,6 @@ def monitor(
     samples = read_log(log)
     if not samples:
         raise ValueError(f"{log}: the log holds no sample yet")
-    picture.parent.mkdir(parents=True, exist_ok=True)
     draw_log(samples, picture)
     echo(f"{samples[-1]}\nwritten: {picture}")
 
