@@ -123,8 +123,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data, for `Calibration.from_dict`: fields at their default are left out."""
-        data: dict[str, Any] = REPORT.dump_python(self, mode="json", exclude_defaults=True)
-        return {"format": self.format, **data}
+        return {"format": self.format, **REPORT.dump_python(self, mode="json", exclude_defaults=True)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
