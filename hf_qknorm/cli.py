@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -254,6 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files removed. Any other exception is a bug and is raised.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whose encoding may lack → and ∞, as Windows' own does
+            stream.reconfigure(errors="replace")
     try:
         status = app(args=arguments, prog_name="hf-qknorm", standalone_mode=False)
     except (ValueError, OSError, ImportError) as error:
