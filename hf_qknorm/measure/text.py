@@ -40,20 +40,19 @@ def load_text(source: str | Path | None = None, limit: int = 4_000_000) -> str:
     Raises FileNotFoundError for a path that does not exist, ValueError for a source without text, in no UTF-8, or that
     can't be read twice.
     """
-    looked = f" (looked for files ending in {', '.join(TEXT_SUFFIXES)})"
     if source is None:
         paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     elif os.path.isdir(path := user_path(source, "the text's source")):
         paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
     elif os.path.isfile(path):
-        paths, looked = [path], ""
+        paths = [path]
     elif os.path.exists(path):
         raise ValueError(f"{source} is a pipe or a device, which can't be read twice: write its text to a file first")
     else:
         raise FileNotFoundError(f"no such file or folder: {str(source)[:200]}")
     text = "\n".join(_up_to(limit, map(partial(read_start, limit=limit), paths)))[:limit]
     if not text.strip():
-        raise ValueError(f"{source}: no text in it{looked}")
+        raise ValueError(f"{source}: no text in it (in a folder, {', '.join(TEXT_SUFFIXES)} are read)")
     return text
 
 

@@ -66,9 +66,8 @@ def test_the_default_device_changes_nothing(knee):
     for device in ("cpu", "meta"):  # a tensor without a device of its own would have no data
         model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
         with torch.device(device):
-            report = calibrate(model, [IDS] * 4, knee=knee)
-            inspected = inspect_model(model, [IDS])
-        found.append((report, inspected, [x.tolist() for x in model.state_dict().values()]))
+            reports = calibrate(model, [IDS] * 4, knee=knee), inspect_model(model, [IDS])
+        found.append((reports, [x.tolist() for x in model.state_dict().values()]))
     assert found[0] == found[1]
 
 

@@ -22,7 +22,7 @@ def test_sources_without_text_are_refused(tmp_path, monkeypatch):
     for read in (load_text, check_text):
         with pytest.raises(FileNotFoundError, match=r"no such file or folder: .*missing\.txt"):
             read(str(tmp_path / "missing.txt"))
-        with pytest.raises(ValueError, match="no text in it .looked for files ending in"):
+        with pytest.raises(ValueError, match="no text in it .in a folder, .txt"):
             read(str(tmp_path))
         with pytest.raises(ValueError, match="is a pipe or a device, which can't be read twice"):
             read("/dev/null")
@@ -38,7 +38,7 @@ def test_a_text_may_begin_with_empty_lines(tmp_path):
     (tmp_path / "a").write_text("\n" * 2000 + "text")
     check_text(str(tmp_path / "a"))
     (tmp_path / "a").write_text("\n" * 2000)
-    with pytest.raises(ValueError, match="a: no text in it$"):
+    with pytest.raises(ValueError, match="a: no text in it"):
         check_text(str(tmp_path / "a"))
 
 
