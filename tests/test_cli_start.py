@@ -50,7 +50,7 @@ def test_the_commands_are_those():
     ],
 )
 def test_help_version_and_usage_errors_do_not_import_torch(script, monkeypatch, arguments, status, text):
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")  # which has no ≥
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")  # which has no ≥
     done = run(script, *arguments)
     assert done.returncode == status, done.stderr
     assert text in done.stdout + done.stderr
