@@ -231,8 +231,7 @@ def _latent_parts(name: str, layer: Any, family: Family, norm: InputNorm) -> dic
 
 def _size(projection: Any) -> int:
     """The number of a projection's outputs."""
-    size: int = projection.weight.shape[1 - _inputs(projection)]
-    return size
+    return projection.weight.shape[1 - _inputs(projection)]
 
 
 def _projection(name: str, layer: Any, part: str) -> Any:
