@@ -1,5 +1,7 @@
 """Models born with norms of queries and keys: bound, gains and logits, without patching them."""
 
+import copy
+
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -115,6 +117,17 @@ def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
     for name, limits in norm_limits(model).items():
         assert limits == {key: getattr(found.layers[name], key) for key in ("gain_q", "gain_k", "bound")}
         assert (None in (limits["gain_q"], limits["gain_k"])) == (limits["bound"] is None)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_a_copy_of_a_watched_model_computes_the_same(backend):
+    model = born("qwen3")
+    model.set_attn_implementation(backend)
+    expected = model(input_ids=TOKENS).logits
+    with logit_statistics(model):
+        copied = copy.deepcopy(model)
+    assert torch.equal(copied(input_ids=TOKENS).logits, expected)
 
 
 @pytest.mark.parametrize("model_type", slow_but(FEW, BOUNDED))
