@@ -1,0 +1,20 @@
+"""Classes of patched models, which are made on demand."""
+
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+from hf_qknorm.families.class_names import made_once
+
+
+def test_threads_share_a_class() -> None:
+    """A pickle finds a class by its name, and so no model may have another class of that name."""
+    both = Barrier(2)
+
+    @made_once
+    def make(name: str) -> type:
+        both.wait(timeout=60)
+        return type(name, (), {})
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(make, ["QKNormLlamaModel"] * 2)
+    assert first is second is make("QKNormLlamaModel")
