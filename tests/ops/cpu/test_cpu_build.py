@@ -19,21 +19,15 @@ from qknorm_tests.slow import slow_but
 pytestmark = pytest.mark.usefixtures("compiled")
 
 
-# The first call of a process is in a graph, the second one is not
+# The first call of a process is in a graph, the second one is not.
 FIRST_IN_A_GRAPH = """
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from hf_qknorm.attend.implementations import choose
-from hf_qknorm.ops.types import Call, Heads, Options, Visible
-
-def attend(x):
-    call = Call(Heads(x, x, x), Visible(), Options(1.0))
-    return choose(call).implementation.run(call)
-
+from hf_qknorm.attend.functions import best_attention as attend
 x, counter = torch.ones(1, 2, 9, 16), CompileCounterWithBackend("eager")
 compiled = torch.compile(attend, backend=counter, fullgraph=True)
 for run in (compiled, attend, compiled):
-    run(x)
+    run(torch.nn.Module(), x, x, x, None)
 print(counter.frame_count, counter.graphs[0].code)
 """
 
