@@ -115,17 +115,17 @@ def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> 
         return None
     cos, sin = positions
     if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
-        return _once(cos, sin, rope)
+        return _each_angle_once(cos, sin, rope)
     kept = vars(cos).get(KEPT)
     if kept is None or kept[0] is not sin or kept[1] != rope:
         # Of `data`: the cosines would never be freed if they held a view of themselves
-        kept = sin, rope, _once(cos.data, sin.data, rope)
+        kept = sin, rope, _each_angle_once(cos.data, sin.data, rope)
         setattr(cos, KEPT, kept)
     rotary: Rotary = kept[2]
     return rotary
 
 
-def _once(cos: Tensor, sin: Tensor, rope: str | None) -> Rotary:
+def _each_angle_once(cos: Tensor, sin: Tensor, rope: str | None) -> Rotary:
     """The rotation with each angle once."""
     if rope == "pairs":
         cos, sin = cos[..., ::2], sin[..., ::2]
