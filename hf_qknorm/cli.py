@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -33,8 +34,9 @@ Patched = Annotated[str, Argument(metavar="CKPT", help="A folder with a patched 
 Folder = Annotated[str, Argument(metavar="DST", help="A new folder.")]
 SchemeOption = Annotated[Any, Option(parser=parse_scheme, metavar="SCHEME", help="A preset, or JSON of its fields.")]
 Data = Annotated[str | None, Option(metavar="TEXT", help="Text: a file or a folder.")]
+SomeData = Annotated[str | None, Option(metavar="TEXT", help="Text: a file or a folder, by default Python's library.")]
 MaxTokens = Annotated[int, Option(min=1, metavar="N", help="The most tokens of the text to use.")]
-Length = Annotated[int | None, Option(min=1, metavar="N", help="Tokens in a sequence, by default at most 256.")]
+Length = Annotated[int | None, Option(min=1, metavar="N", help="Sequence length: 256, or half of learned positions.")]
 Increase = Annotated[float | None, Option(metavar="NATS", help="Write nothing if the loss rises by more.")]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace a folder that holds a checkpoint and nothing else.")]
 Out = Annotated[str, Option(metavar="FOLDER", help="The folder for results.")]
@@ -58,21 +60,22 @@ def print_version(asked: bool) -> None:
         raise typer.Exit
 
 
+Version = Annotated[bool, Option("--version", is_eager=True, callback=print_version, help="Print the version.")]
+
+
 @app.callback()
-def _options(
-    version: Annotated[
-        bool, Option("--version", is_eager=True, callback=print_version, help="Print the version.")
-    ] = False,
-) -> None: ...
+def _options(version: Version = False) -> None: ...
 
 
 @command()
 def demo(
-    data: Data = None,
+    data: SomeData = None,
     checkpoint: Annotated[str | None, Option(metavar="CKPT", help="Start from this instead of a small Llama.")] = None,
     scheme: SchemeOption = "qk_norm_cap",
     base_steps: Annotated[int, Option(min=1, metavar="N", help="Steps of training for the small Llama.")] = 80,
-    steps: Annotated[int | None, Option(min=1, metavar="N", help="Steps of continued training: 80.")] = None,
+    steps: Annotated[
+        int | None, Option(min=1, metavar="N", help="Continued training: 80, with --checkpoint 0.")
+    ] = None,
     rate: Annotated[float, Option(min=1e-12, max=1, metavar="N", help="The lower learning rate of two.")] = 1e-3,
     out: Out = "./qknorm-demo",
 ) -> None:
@@ -88,10 +91,12 @@ def demo(
 @command()
 def inspect(
     checkpoint: Checkpoint,
-    data: Data = None,
+    data: SomeData = None,
     max_tokens: MaxTokens = 16_384,
     length: Length = None,
-    cap: Annotated[float | None, Option(min=1e-6, max=1e6, metavar="N", help="By default its own cap, or 50.")] = None,
+    cap: Annotated[
+        float | None, Option(min=1e-6, max=1e6, metavar="N", help="The limit of calm logits, by default its cap or 50.")
+    ] = None,
     out: Out = "./qknorm-inspect",
 ) -> None:
     """Measure a checkpoint's attention, and advise a scheme."""
@@ -103,7 +108,6 @@ def inspect(
     numbers, picture = folder / "inspect.json", folder / "inspect.png"
     check_writable(numbers, picture)
     found = inspect_checkpoint(checkpoint, data=data, max_tokens=max_tokens, length=length, cap=cap)
-    folder.mkdir(parents=True, exist_ok=True)
     found.save(numbers)
     draw_inspection(found, picture)
     echo(f"{found}\n\nwritten: {numbers}, {picture}")
@@ -211,7 +215,6 @@ def monitor(
     samples = read_log(log)
     if not samples:
         raise ValueError(f"{log}: the log holds no sample yet")
-    picture.parent.mkdir(parents=True, exist_ok=True)
     draw_log(samples, picture)
     echo(f"{samples[-1]}\nwritten: {picture}")
 
@@ -252,6 +255,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     files removed. Any other exception is a bug and is raised.
     """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # whose encoding may lack → and ∞, as Windows' own does
+            stream.reconfigure(errors="replace")
     try:
         status = app(args=arguments, prog_name="hf-qknorm", standalone_mode=False)
     except (ValueError, OSError, ImportError) as error:

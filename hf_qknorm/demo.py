@@ -33,6 +33,7 @@ from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import check_text, load_text, sample_batches, sequence_length, tokenize
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
+from hf_qknorm.plots import draw_demo
 from hf_qknorm.reports.report import save_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.small_model import LENGTH, Run, aligned, byte_tokenizer, mean_loss, measure, small_llama, train
@@ -195,7 +196,5 @@ def _train_on(
 
 def _write(report: dict[str, Any], runs: list[Run], folder: Path) -> None:
     """Write report and figure, each atomically."""
-    from hf_qknorm.plots import draw_demo  # imports matplotlib
-
     draw_demo(report["conversion"], runs, folder / PLOT)
     save_json(to_jsonable_python({**report, "runs": runs}, exclude_none=True), folder / REPORT)

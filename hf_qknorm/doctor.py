@@ -115,9 +115,7 @@ def find_devices() -> Iterator[Finding]:
         yield Finding(f"GPU {number}", text if tested else f"{text}: {UNTESTED_DEVICE}", "ok" if tested else "note")
     if not torch.cuda.is_available():
         other = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        yield (
-            Finding("GPU", "none that torch can use") if other is None else Finding(other.type, UNTESTED_DEVICE, "note")
-        )
+        yield Finding(other.type, UNTESTED_DEVICE, "note") if other else Finding("GPU", "none that torch can use")
 
 
 def find_attention(device: torch.device) -> Iterator[Finding]:

@@ -30,8 +30,9 @@ class Scheme:
     `q`, `k`, `v` are the norm over head_dim of each projection: "rms", "layer", "l2", "lp", "auto" ("rms" once a model
     is patched: LayerNorm loses the mean of each head for good) or None. The norm is applied before RoPE and the KV
     cache.
-    `gain` is "shared" (`[D]`, as in Qwen3), "per_head" (`[H, D]`), "scalar" (one number per layer, held by the query
-    norm) or "none". `bias` adds a bias of the gain's shape; None means with LayerNorm only.
+    `gain` is "shared" (`[D]`, as in Qwen3), "per_head" (`[H, D]`), "scalar" (one number per layer for q·k, held by the
+    query norm if there is one, and one for the values) or "none". `bias` adds a bias of the gain's shape; None means
+    with LayerNorm only.
     `p` is the order of the "lp" norm.
     `scale` multiplies q·k; None means the model's own (1/√D for most).
     `softcap` c > 0 replaces each logit by c·tanh(logit/c), before mask and softmax; None means no cap.

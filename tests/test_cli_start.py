@@ -49,7 +49,8 @@ def test_the_commands_are_those():
         (["schemes"], 0, "qk_norm_cap "),
     ],
 )
-def test_help_version_and_usage_errors_do_not_import_torch(script, arguments, status, text):
+def test_help_version_and_usage_errors_do_not_import_torch(script, monkeypatch, arguments, status, text):
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")  # which has no ≥
     done = run(script, *arguments)
     assert done.returncode == status, done.stderr
     assert text in done.stdout + done.stderr

@@ -55,11 +55,11 @@ def make_call(
 
     Raises ValueError for arguments that no implementation takes, or that do not fit.
     """
-    for name, value in others.items():
-        if name in UNSUPPORTED and value is not None:
-            first = next(x for x in UNSUPPORTED if others.get(x) is not None)
-            kind, instead = UNSUPPORTED[first]
-            raise ValueError(f"hf_qknorm attention does not support the argument {first!r} of {kind}: {instead} before")
+    for name, (purpose, instead) in UNSUPPORTED.items():
+        if others.get(name) is not None:
+            raise ValueError(
+                f"hf_qknorm attention does not support the argument {name!r} of {purpose}: {instead} before"
+            )
     if not heads.q.dtype == heads.k.dtype == heads.v.dtype:
         heads = _in_one_dtype(heads)
     q, k, v, *_ = heads
@@ -116,7 +116,7 @@ def check_keys(mask: Tensor, keys: int) -> None:
 
 def span(call: Call) -> tuple[Tensor, Tensor]:
     """The first and last + 1 of the keys that each query sees through causality and window, `[T]`."""
-    queries, keys, causal, window = call.heads.q.shape[2], call.heads.k.shape[2], *call.options[2:4]
+    queries, keys, (_, _, causal, window, _) = call.heads.q.shape[2], call.heads.k.shape[2], call.options
     own = torch.arange(queries, device=call.heads.q.device) + keys - queries
     stop = own + 1 if causal else torch.full_like(own, keys) if window is None else own + window + 1
     start = torch.zeros_like(own) if window is None else own - window + (1 if causal else 0)

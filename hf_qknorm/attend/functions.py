@@ -187,11 +187,6 @@ REGISTERED: Final[dict[str, Callable[..., Any]]] = {
 }
 
 
-def register() -> None:
-    """Register each attention function with the mask function, without which causality is lost."""
-    for name, function in REGISTERED.items():
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, structured_mask)
-
-
-register()
+for _name, _function in REGISTERED.items():
+    AttentionInterface.register(_name, _function)
+    AttentionMaskInterface.register(_name, structured_mask)  # without one, causality is lost

@@ -25,8 +25,8 @@ class Implementation(NamedTuple):
     """An implementation of attention: `run` computes `[B, H, T, D]` unless there is a reason `why_not`.
 
     "hf_qknorm" tries it on these `devices`, none for all. `name` is the attention function that takes it, or raises
-    ValueError with the reason. `words` name it in logs. `prepare` waits for what `why_not` of inference does not wait
-    for.
+    ValueError with the reason. `words` name it in logs. `prepare` waits for a compiler, as `why_not` does in training
+    alone.
     """
 
     name: str

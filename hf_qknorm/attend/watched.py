@@ -13,8 +13,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_qknorm.attend.functions import OWN_BACKENDS, show
 
-NAME: Final = "hf_qknorm_watched"
-_WATCHED: dict[int, str] = {}  # by id of a config, the function that it names
+# For transformers' functions, those that show the heads before. By name alone, which copies of a config hold too.
+SHOWING: Final = {name: f"hf_qknorm_watched_{name}" for name in ("sdpa", "eager")}
 
 
 def watch(layer: Any) -> Callable[[], None]:
@@ -23,37 +23,30 @@ def watch(layer: Any) -> Callable[[], None]:
     They are computed as before by "sdpa" and "eager", and else by "hf_qknorm".
     """
     config, backend = layer.config, layer.config._attn_implementation
-    if not layer.runs_own_forward or backend in (*OWN_BACKENDS, NAME):
+    if not layer.runs_own_forward or backend in (*OWN_BACKENDS, *SHOWING.values()):
         return _nothing
-    config._attn_implementation_internal = NAME if backend in ("sdpa", "eager") else "hf_qknorm"
-    _WATCHED[id(config)] = backend
-
-    return partial(_unwatch, config)
-
-
-def _unwatch(config: Any) -> None:
-    config._attn_implementation_internal = _WATCHED.pop(id(config))
+    config._attn_implementation_internal = SHOWING.get(backend, "hf_qknorm")
+    return partial(setattr, config, "_attn_implementation_internal", backend)
 
 
 def _nothing() -> None:
     """Undo nothing; no lambda, which pickles can't hold."""
 
 
-def watched_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
-    """Attention by the function that the layer's config named, after its heads are shown to the observers."""
-    show(module, query, key, value, attention_mask, options)
-    name, eager = _WATCHED[id(module.config)], module.modelling.eager_attention_forward
-    function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)
-    found: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **options)
-    return found
+def _showing(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """transformers' attention function of that name, after the heads are shown to the observers."""
+
+    def attention(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        show(module, query, key, value, attention_mask, options)
+        function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(name, module.modelling.eager_attention_forward)
+        found: tuple[Tensor, Tensor | None] = function(module, query, key, value, attention_mask, **options)
+        return found
+
+    return attention
 
 
-def watched_mask(*args: Any, config: Any, **options: Any) -> Any:
-    """The mask of the function that the config named."""
-    return ALL_MASK_ATTENTION_FUNCTIONS[_WATCHED[id(config)]](*args, config=config, **options)
-
-
-AttentionInterface.register(NAME, watched_attention)
-AttentionMaskInterface.register(NAME, watched_mask)
+for _name, _shown in SHOWING.items():
+    AttentionInterface.register(_shown, _showing(_name))
+    AttentionMaskInterface.register(_shown, ALL_MASK_ATTENTION_FUNCTIONS[_name])

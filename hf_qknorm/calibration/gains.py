@@ -31,16 +31,17 @@ class Mean:
     """The mean of numbers that arrive in parts, summed in fp64."""
 
     def __init__(self) -> None:
-        self.total = torch.zeros(2, dtype=torch.float64)  # their sum, their count
+        self.sum, self.count = 0.0, 0
 
     def add(self, values: Tensor) -> None:
         """Add the numbers in `values`, of any shape."""
-        self.total += torch.stack([values.sum().cpu().double(), torch.tensor(float(values.numel()))])
+        self.sum += float(values.sum())
+        self.count += values.numel()
 
     @property
     def value(self) -> float:
         """The mean; 0 without numbers."""
-        return float(self.total[0] / self.total[1].clamp_min(1))
+        return self.sum / max(self.count, 1)
 
 
 class NormSums:
@@ -63,12 +64,13 @@ class NormSums:
             raise ValueError(f"the inputs of a norm have a mean |x|ᵖ of {expected}: are the model's weights finite?")
         self.norm, self.power, self.sharpness, self.exportable = norm, Mean(), sharpness, exportable
         self.floor = norm.eps ** (norm.order / 2)
-        self.grid = torch.tensor([self.floor], dtype=torch.float64)
+        self.grid = torch.tensor([self.floor], dtype=torch.float64, device="cpu")
         wanted = [knee * max(expected, self.floor) for knee in knees if knee > 0 and sharpness == 1]
         if wanted:
             first, last = math.log(min(wanted) / MARGIN) - LOG_STEP, math.log(max(wanted) * MARGIN) + 2 * LOG_STEP
-            self.grid = torch.cat([self.grid, torch.arange(first, last, LOG_STEP, dtype=torch.float64).exp()])
-        self.sums = [torch.zeros((), dtype=torch.float64)] * 5
+            points = torch.arange(first, last, LOG_STEP, dtype=torch.float64, device="cpu")
+            self.grid = torch.cat([self.grid, points.exp()])
+        self.sums = [torch.zeros((), dtype=torch.float64, device="cpu")] * 5
 
     def add(self, x: Tensor) -> None:
         """Add heads `[N, H, D]`."""
@@ -105,7 +107,7 @@ class NormSums:
     def at(self, knee: float) -> list[Tensor]:
         """The five sums `[H, D]` at this knee."""
         e = self.e(knee)
-        weights = _cubic_weights(self.grid[1:], e) if knee else torch.ones(1, dtype=torch.float64)
+        weights = _cubic_weights(self.grid[1:], e) if knee else torch.ones_like(self.grid[:1])
         points = slice(1, None) if knee else slice(0, 1)
         nn, nx, n = (torch.einsum("j,jhd->hd", weights, x[points]) for x in self.sums[:3])
         factor = e ** (-1 / self.norm.order) * self.norm.length(self.shape(knee))
@@ -122,7 +124,7 @@ class NormSums:
         if sharp:  # the bias is the mean that the norm takes off
             centred = bias and NORMS[self.norm.norm].centred
             offset = (x / count).mean(-1, keepdim=True).expand_as(x) if centred else torch.zeros_like(x)
-            return torch.ones(*shape, dtype=x.dtype), offset.reshape(*shape)
+            return x.new_ones(*shape), offset.reshape(*shape)
         if bias:
             nn, nx = nn - n * n / count, nx - n * x / count
         gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
@@ -239,7 +241,7 @@ def _cubic_weights(grid: Tensor, e: float) -> Tensor:
     """Weights `[J]` of the values on a geometric grid: the cubic in log e through the four points nearest to e."""
     place = (math.log(e) - math.log(float(grid[0]))) / LOG_STEP
     first = min(max(int(place) - 1, 0), len(grid) - 4)
-    weights = torch.zeros(len(grid), dtype=torch.float64)
+    weights = torch.zeros_like(grid)
     for i in range(first, first + 4):
         weights[i] = math.prod((place - j) / (i - j) for j in range(first, first + 4) if j != i)
     return weights

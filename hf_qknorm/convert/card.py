@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,7 +17,7 @@ from hf_qknorm.checkpoint import has_tokenizer, read_config
 from hf_qknorm.families import family_of_type
 from hf_qknorm.families.class_names import PREFIX, classes_of
 from hf_qknorm.families.counterparts import counterpart
-from hf_qknorm.files.atomic_io import replace_text
+from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
@@ -77,14 +78,14 @@ def write_card(
 
     A card by hf_qknorm is replaced; any other README.md is kept as README.original.md.
 
-    Raises what `render_card` raises, and FileExistsError if there is a README.original.md to keep already, before it
-    writes anything.
+    Raises what `render_card` raises, and FileExistsError if there is another README.original.md to keep already, before
+    it writes anything.
     """
     path = user_path(folder, "the checkpoint")
     text, report = render_card(path, repo_id=repo_id, base_model=base_model), _report(path)
     card, kept, plot = path / CARD, path / KEPT_CARD, path / PLOT
     keeps = card.is_file() and not (card.is_symlink() or is_generated_card(card))  # a link's target stays
-    if keeps and os.path.lexists(kept):
+    if keeps and os.path.lexists(kept) and not (kept.is_file() and kept.read_bytes() == card.read_bytes()):
         raise FileExistsError(f"{card} would be kept as {kept}, which exists already: move one of them away")
     if report is not None:
         from hf_qknorm.plots import draw_calibration  # imports matplotlib
@@ -92,8 +93,8 @@ def write_card(
         draw_calibration(report, plot)
     else:
         plot.unlink(missing_ok=True)  # of an earlier report
-    if keeps:
-        card.rename(kept)
+    if keeps:  # a copy: if the new card can't be written, licence and base model are still where they were
+        replace_file(kept, lambda path: path.write_bytes(card.read_bytes()))
     replace_text(card, text)
     return (card, *[plot] * (report is not None), *[kept] * keeps)
 
@@ -242,9 +243,7 @@ def _context(folder: Path, config: Any, report: Calibration | None) -> dict[str,
 def _native(config: Any, report: Calibration | None) -> str | None:
     """The model type of transformers that computes the same, if any."""
     sharp = report is not None and (report.sharpness > 1 or report.shown_knee == "∞")
-    if sharp or auto_class(config) != "AutoModelForCausalLM":
-        return None
-    try:
-        return counterpart(config)
-    except ValueError:
-        return None
+    if not sharp and auto_class(config) == "AutoModelForCausalLM":
+        with suppress(ValueError):
+            return counterpart(config)
+    return None

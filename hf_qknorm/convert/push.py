@@ -181,6 +181,7 @@ def _check_repository(api: HfApi, repo_id: str, config: Any, private: bool | Non
     other = [name for name in files if name.endswith((".safetensors", ".bin", ".gguf"))]
     if CONFIG in files:
         stored = read_json(Path(api.hf_hub_download(repo_id, CONFIG, revision=revision)))
+        stored = stored if isinstance(stored, dict) else {}
         own = {"model_type": type(config).model_type}
         own |= {config.attribute_map.get(size, size): getattr(config, size) for size in SIZES}
         other = [f"{key} {shorten(stored.get(key))}, expected {x}" for key, x in own.items() if stored.get(key) != x]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, Final
 
 import transformers
@@ -30,6 +32,17 @@ PARTS: Final = {
 
 # Types that transformers, PEFT or TRL compare a model's type with, and not only look up in a table.
 COMPARED: Final = ("falcon_h1", "hyperclovax", "nemotron_h", "whisper")
+
+
+def made_once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.cache` for a function that makes classes: threads that call it together get the same class."""
+    made: dict[tuple[Any, ...], Any] = {}
+
+    @wraps(make)
+    def of(*arguments: Any) -> Any:
+        return made.get(arguments) or made.setdefault(arguments, make(*arguments))
+
+    return of
 
 
 def classes_of(model_type: str) -> dict[str, tuple[str, ...]]:

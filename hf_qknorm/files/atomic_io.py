@@ -13,9 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from hf_qknorm.files.paths import check_writable
+
 
 def replace_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` with a temporary path, then rename that file to `path`; a killed process leaves the old file."""
+    """Call `write` with a temporary path, then rename that file to `path`; a killed process leaves the old file.
+
+    Missing parents are made. Raises OSError, before `write` is called, for a path that can't be written to.
+    """
+    check_writable(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with _hidden_folder(path) as hidden:
         write(hidden / path.name)
         _sync(hidden / path.name)

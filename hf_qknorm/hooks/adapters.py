@@ -9,7 +9,7 @@ from typing import Any, Final
 from hf_qknorm.hooks.auto_classes import add_derived
 
 GAIN: Final = re.compile(r"(.+\.[qkv]_norm)\.(?:.+\.)?(weight|bias)")  # in a model, and in files of all methods of PEFT
-PREFIX: Final = "base_model.model."  # of the names in an adapter
+MODEL_PREFIX: Final = "base_model.model."  # of the names in an adapter
 
 
 def add_targets(constants: Any) -> None:
@@ -36,8 +36,8 @@ def keep_gains(
     names = (name.replace(".original_module", "") for name, _ in parameters)  # of any module around a norm
     held = {found.groups() for name in names if (found := GAIN.fullmatch(name))}
     for name, found in stored.items():
-        path, kind = found[1].removeprefix(PREFIX), found[2]
-        if not {(path, kind), (PREFIX + path, kind)} & held:
+        path, kind = found[1].removeprefix(MODEL_PREFIX), found[2]
+        if not {(path, kind), (MODEL_PREFIX + path, kind)} & held:
             base = model.get_base_model() if hasattr(model, "get_base_model") else model
             raise ValueError(
                 f"the adapter holds {name}, of a norm that this {type(base).__name__} does not have: it was trained on "

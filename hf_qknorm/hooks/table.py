@@ -78,7 +78,7 @@ HOOKS: Final = (
          reason="attention functions and their masks, by the `register` of both interfaces"),
     Hook("transformers.modeling_utils", "PreTrainedModel._load_pretrained_model",
          unpatched_classes.check_weights, "transformers>=5.17", needed=True,
-         reason="transformers' model classes refuse a patched checkpoint, and load patched towers with ε and checks"),
+         reason="transformers' model classes refuse a patched checkpoint, and check the norms of patched towers"),
     Hook("transformers.modeling_utils", "PreTrainedModel.save_pretrained",
          unpatched_classes.check_saved, "transformers>=5.17",
          reason="a model whose layers have another scheme than its config is not saved, as the whole of a part that "

@@ -123,5 +123,5 @@ class Inspection:
         return to_jsonable_python({"format": FORMAT, **vars(self)}, exclude_none=True)
 
     def save(self, path: str | Path) -> None:
-        """Write the fields as a JSON file, whole or not at all."""
-        save_json(self.to_dict(), Path(path))
+        """Write the fields as a JSON file, whole or not at all, in a new folder if need be."""
+        save_json(self.to_dict(), path)

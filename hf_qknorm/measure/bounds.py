@@ -48,7 +48,7 @@ def _bound(layer: QKNormAttention, pairs: list[tuple[NormRange | None, NormRange
     if any(norm.bypass for norm in head_norms(layer).values()):
         return None
     rotary = 1.0 if layer.has_own_norms and layer.family.style.norms_rotated else rotary_scale(layer)
-    products = torch.zeros(1, dtype=torch.float64)
+    products = torch.zeros(1, dtype=torch.float64, device="cpu")
     for place, (q, k) in enumerate(pairs, start=1):
         if q is None or k is None:
             return None
@@ -123,7 +123,7 @@ def _own_range(norm: Any, heads: int, head_dim: int, together: bool) -> NormRang
     if norm is None:
         return None
     # entries of ±1 have mean 0 and mean square 1 over every head and over all heads; beside them eps is nothing
-    x = 1e3 * torch.tensor([1.0, -1.0], dtype=torch.float64).repeat(heads * head_dim // 2)
+    x = torch.tensor([1e3, -1e3], dtype=torch.float64, device="cpu").repeat(heads * head_dim // 2)
     if together:
         up, down = (_call(norm, sign * x.view(1, 1, -1)).view(heads, head_dim) for sign in (1, -1))
     else:  # the layout is `[B, T, H, D]` or `[B, H, T, D]`: with T = H the diagonal is each head's in both
@@ -147,7 +147,7 @@ def _call(norm: nn.Module, x: Tensor) -> Tensor:
 
 def _lengths(norm: HeadNorm, head_dim: int) -> Tensor:
     """The largest length of a norm's output, `[H]` or `[1]` in fp64: one number per head with its own gain."""
-    gain = _rows(torch.ones(1) if norm.weight is None else norm.weight, head_dim).abs()
+    gain = _rows(norm.knee.new_ones(1) if norm.weight is None else norm.weight, head_dim).abs()
     longest = gain.amax(-1)
     if norm.order > 2:
         order = 2 * norm.order / (norm.order - 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -17,8 +18,6 @@ def full_tensor(parameter: Tensor) -> Tensor:
 
 def require_whole(model: nn.Module) -> None:
     """Raise ValueError for a model that is wrapped for several processes, or of which this one has a part."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # slow to import
-
     patched_layers(model)  # raises for what is no model
     kinds = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
     found = next((type(module).__name__ for module in model.modules() if isinstance(module, kinds)), None)
@@ -38,8 +37,6 @@ def reshard(model: nn.Module) -> None:
 
     Raises ValueError under FSDP 1, which has no method for it.
     """
-    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # slow to import
-
     for module in model.modules():
         if isinstance(module, FullyShardedDataParallel):
             raise ValueError("weights can't be changed between steps under FSDP 1: shard by FSDP2 (fsdp_version: 2)")

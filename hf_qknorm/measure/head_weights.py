@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_qknorm.families import FAMILIES, Family, family_of
 from hf_qknorm.measure.distributed import full_tensor
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.fold import PLAIN
+from hf_qknorm.model.fold import PLAIN_WEIGHTS
 from hf_qknorm.model.install import own_layers
 from hf_qknorm.model.weights import check_not_copied, check_unshared
 
@@ -231,8 +231,7 @@ def _latent_parts(name: str, layer: Any, family: Family, norm: InputNorm) -> dic
 
 def _size(projection: Any) -> int:
     """The number of a projection's outputs."""
-    size: int = projection.weight.shape[1 - _inputs(projection)]
-    return size
+    return projection.weight.shape[1 - _inputs(projection)]
 
 
 def _projection(name: str, layer: Any, part: str) -> Any:
@@ -245,7 +244,7 @@ def _projection(name: str, layer: Any, part: str) -> Any:
         ) from None
     weight = projection.weight if isinstance(projection, nn.Linear | Conv1D) else None
     whole = weight is not None and weight.dim() == 2 and weight.is_floating_point()
-    if not whole or not isinstance(weight, nn.Parameter) or type(weight) not in PLAIN:
+    if not whole or not isinstance(weight, nn.Parameter) or type(weight) not in PLAIN_WEIGHTS:
         held = "" if weight is None else f" with a {type(weight).__name__} {list(weight.shape)} of {weight.dtype}"
         kind = type(projection)
         raise ValueError(

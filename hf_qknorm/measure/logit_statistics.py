@@ -48,7 +48,7 @@ class LogitStatistics:
     max_logit: Tensor
     entropies: list[Tensor] = field(default_factory=list)
     # `[3, H]`: visible logits, those over cap/2, those over the cap
-    counts: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64))
+    counts: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     evens: list[Tensor] = field(default_factory=list)
 
     entropy = _computed(lambda self: torch.stack(self.entropies).mean(0))

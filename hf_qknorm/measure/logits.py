@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.attend.calls import make_call, span, with_ranges
+from hf_qknorm.measure.passes import sees
 from hf_qknorm.ops import library, tiled
 from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.types import Call, Heads
@@ -80,8 +81,7 @@ def _keys_seen(call: Call) -> Tensor:
     """The number of keys that each query sees, `[B or 1, H or 1, T]`."""
     ranges, _, _, mask = call.visible
     if mask is not None:
-        seen = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
-        return seen.sum(-1).expand(-1, -1, call.heads.q.shape[2])
+        return sees(mask).sum(-1).expand(-1, -1, call.heads.q.shape[2])
     if ranges is not None:
         start, stop = ranges[:, None].clamp_max(call.heads.k.shape[2]).unbind(-1)
     else:

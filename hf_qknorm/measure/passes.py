@@ -90,16 +90,17 @@ def without_padding(mask: Any, cache: Any) -> Tensor | None:
     if mask.dim() == 2:
         return mask
     if mask.shape[2] == 1:  # one new token, which is none; or a mask of keys for all queries
-        return None if cache is not None else _sees(mask[:, 0, 0])
+        return None if cache is not None else sees(mask[:, 0, 0])
     queries, cached = torch.arange(mask.shape[2], device=mask.device), 0 if cache is None else cache.get_seq_length()
     if mask.dtype == torch.int32:  # ranges of keys, for the attention function "hf_qknorm"
         start, stop = mask[:, 0].unbind(-1)
         return (start <= queries + cached) & (queries + cached < stop)
     first = min(int(cached), mask.shape[3] - mask.shape[2])  # a window's cache drops keys
-    return _sees(mask[:, 0]).diagonal(first, 1, 2)
+    return sees(mask[:, 0]).diagonal(first, 1, 2)
 
 
-def _sees(mask: Tensor) -> Tensor:
+def sees(mask: Tensor) -> Tensor:
+    """A mask, of bool or added to logits, as bool: whether a query sees a key."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
 
 

@@ -95,7 +95,7 @@ def predictions(
 @torch.no_grad()
 def output_error(model: Any, batches: Batches) -> float:
     """The relative error of a patched model's last hidden states: ‖patched − unpatched‖ / ‖unpatched‖, all tokens."""
-    sums = torch.zeros(2, dtype=torch.float64)
+    sums = torch.zeros(2, dtype=torch.float64, device="cpu")
     taken = signature(model.base_model.forward).parameters
     for batch in batches:
         inputs = {name: x for name, x in model_inputs(model, batch).items() if name in taken or "kwargs" in taken}
@@ -129,7 +129,7 @@ def _predictions(
     If not `compared`, the patched model stands for both.
     """
     predicts = model.get_output_embeddings() is not None
-    sums = torch.zeros(6, dtype=torch.float64)
+    sums = torch.zeros(6, dtype=torch.float64, device="cpu")
     for place, batch in enumerate(progress_bar(batches, desc="measure", unit="batch")):
         inputs = model_inputs(model, batch)
         watch(False)

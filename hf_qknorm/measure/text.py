@@ -37,7 +37,8 @@ def load_text(source: str | Path | None = None, limit: int = 4_000_000) -> str:
 
     None stands for the source files of Python's standard library, which every machine has.
 
-    Raises FileNotFoundError for a path that does not exist, ValueError for a source without text, or in no UTF-8.
+    Raises FileNotFoundError for a path that does not exist, ValueError for a source without text, in no UTF-8, or that
+    can't be read twice.
     """
     if source is None:
         paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
@@ -45,11 +46,13 @@ def load_text(source: str | Path | None = None, limit: int = 4_000_000) -> str:
         paths = sorted(p for p in path.rglob("*") if p.suffix in TEXT_SUFFIXES and p.is_file())
     elif os.path.isfile(path):
         paths = [path]
+    elif os.path.exists(path):
+        raise ValueError(f"{source} is a pipe or a device, which can't be read twice: write its text to a file first")
     else:
         raise FileNotFoundError(f"no such file or folder: {str(source)[:200]}")
     text = "\n".join(_up_to(limit, map(partial(read_start, limit=limit), paths)))[:limit]
     if not text.strip():
-        raise ValueError(f"{source}: no text in it (looked for files ending in {', '.join(TEXT_SUFFIXES)})")
+        raise ValueError(f"{source}: no text in it (in a folder, {', '.join(TEXT_SUFFIXES)} are read)")
     return text
 
 
@@ -61,9 +64,9 @@ def names_a_path(data: Any) -> bool:
 
 
 def check_text(data: Any) -> None:
-    """Raise what `load_text` raises for a path that does not exist or has no text; reads little of it."""
+    """Raise what `load_text` raises for a path that does not exist or has no text; reads its start alone."""
     if data is None or names_a_path(data):
-        load_text(data, limit=1000)
+        load_text(data, limit=1_000_000)
 
 
 def tokenize(tokenizer: Any, text: Any) -> Tensor:
@@ -110,7 +113,7 @@ def context_length(config: Any) -> int | None:
 def sequence_length(config: Any, length: int | None = None) -> int:
     """Return `length`, or by default 256, or the number of positions if that is smaller.
 
-    Where positions are learned, queries and keys depend on them: the default is half of the positions, at most 1024.
+    Where positions are learned, queries and keys depend on them: the default is half of the positions, 256 to 1024.
     Raises ValueError for a length under 2, or beyond learned positions.
     """
     learned = getattr(config, "rope_parameters", None) is None
@@ -183,10 +186,13 @@ def _inputs(item: Any, names: set[str]) -> dict[str, Tensor]:
             f'got a mapping of {shown}: {EXPECTED}. Of a data set of texts give the column, data["text"]; rows of '
             "tokens make batches in a DataLoader(data, batch_size=8, collate_fn=...)"
         )
+    for name, x in batch.items():  # a mask that is left out would change the result
+        if name in names and hasattr(x, "__len__") and not isinstance(x, Tensor):
+            raise ValueError(f"a batch has {name} of type {type(x).__name__}, expected a tensor: {EXPECTED}")
     rows, ids = found.get("attention_mask"), found.get("input_ids")
     if any(not found[name].numel() for name in INPUTS if name in found):
         raise ValueError(f"a batch is empty ({', '.join(f'{name} {list(x.shape)}' for name, x in found.items())})")
-    if rows is not None and ids is not None and rows.dim() == 2 and rows.shape != ids.shape:
+    if rows is not None and ids is not None and rows.dim() != 4 and rows.shape != ids.shape:
         raise ValueError(f"a batch has input_ids {list(ids.shape)} and attention_mask {list(rows.shape)}: {EXPECTED}")
     return found
 

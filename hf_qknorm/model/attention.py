@@ -8,7 +8,7 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial, wraps
+from functools import partial, wraps
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Final
@@ -17,7 +17,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_qknorm.families import CAPPED, FAMILIES, Family, known_families
-from hf_qknorm.families.class_names import PREFIX
+from hf_qknorm.families.class_names import PREFIX, made_once
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.model.layer import QKNormAttention as QKNormAttention
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm, active_copy
@@ -31,7 +31,7 @@ def calls_interface(module: nn.Module) -> bool:
     return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
 
 
-@cache
+@made_once
 def attention_class(base: Any, family: Family) -> type[QKNormAttention]:
     """The subclass of a model's attention class that runs the shared forward, or the model's own."""
     modelling, adapter = importlib.import_module(base.__module__), family.style.forward

@@ -44,7 +44,6 @@ def share_config(model: PreTrainedModel) -> None:
 def set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Replace the model's config in each module that holds it, in place."""
     old = model.config
-    config._name_or_path = old.name_or_path  # a copy of the config has a plain string
     for module in model.modules():
         if getattr(module, "config", None) is old:
             module.config = config

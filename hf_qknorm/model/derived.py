@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache, wraps
+from functools import wraps
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from hf_qknorm.attend import functions
 from hf_qknorm.families import FAMILIES, check_scheme, family_of_type, known_types
-from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
+from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX, made_once
 from hf_qknorm.families.style import CACHE
 from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.accelerate_hooks import set_module_class
@@ -211,7 +211,7 @@ def set_model_class(model: PreTrainedModel, cls: type[PreTrainedModel]) -> None:
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(cls), model._can_record_outputs)
 
 
-@cache
+@made_once
 def derived_config(model_type: str) -> type[PretrainedConfig]:
     """Return the derived config class of a model type: `QKNormLlamaConfig` for "llama"."""
     base = getattr(transformers, CONFIG_MAPPING_NAMES[model_type])
@@ -229,7 +229,7 @@ def derived_config(model_type: str) -> type[PretrainedConfig]:
     return type(f"{PREFIX}{base.__name__}", (QKNormConfig, base), namespace)
 
 
-@cache
+@made_once
 def derived_model(base: Any) -> type[PreTrainedModel]:
     """Return the derived class of a model class: `QKNormLlamaForCausalLM` for `LlamaForCausalLM`."""
     model_type = base.config_class.model_type

@@ -23,7 +23,7 @@ from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.weights import check_not_copied, check_unshared
 from hf_qknorm.ops.norms import NORMS
 
-PLAIN: Final = (nn.Parameter, DTensor)  # a quantiser's tensors lose changes in place, or refuse them
+PLAIN_WEIGHTS: Final = (nn.Parameter, DTensor)  # a quantiser's tensors lose changes in place, or refuse them
 
 
 class FoldedNorm(nn.Module):
@@ -74,7 +74,7 @@ def check_foldable(model: nn.Module, layers: dict[str, nn.Module], family: Famil
                 f"{name}: pre_norm=False folds a norm into weights that are not in memory (on the meta device, or "
                 "offloaded): load the model whole, and patch it"
             )
-        if not all(type(part.weight) in PLAIN for part in projections):
+        if not all(type(part.weight) in PLAIN_WEIGHTS for part in projections):
             raise ValueError(
                 f"{name}: pre_norm=False folds a norm into projections, and one of them has no plain parameter as its "
                 "weight: end its parametrization (torch.nn.utils.parametrize) before, and quantise only afterwards"

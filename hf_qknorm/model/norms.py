@@ -99,7 +99,7 @@ class HeadNorm(nn.Module):
     @torch.no_grad()
     def set_shape(self, shape: Shape) -> None:
         """Set the norm's shape in place: graphs and kernels read the buffer."""
-        self.knee.copy_(torch.tensor(shape, dtype=self.knee.dtype))
+        self.knee.copy_(self.knee.new_tensor(shape))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -137,8 +137,8 @@ class HeadNorm(nn.Module):
         knee: Any = self._buffers["knee"]
         if torch.is_grad_enabled():  # it may move before the backward pass
             knee = knee.clone()
-        # Parametrizations and FSDP keep them elsewhere
-        gain, bias = (own["weight"], own["bias"]) if len(own) == 2 else (self.weight, self.bias)
+        kept = "weight" in own and "bias" in own  # parametrizations, pruning and FSDP keep them elsewhere
+        gain, bias = (own["weight"], own["bias"]) if kept else (self.weight, self.bias)
         if isinstance(gain, DTensor) or isinstance(bias, DTensor):  # under tensor parallelism: this rank's part
             gain, bias = (x.to_local() if isinstance(x, DTensor) else x for x in (gain, bias))
         return Norm(self.norm, gain, bias, self.eps, self.p, knee)

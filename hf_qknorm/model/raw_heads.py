@@ -16,7 +16,7 @@ from hf_qknorm.families.style import add_to_cache
 from hf_qknorm.model.norms import HeadNorm, active_copy, is_unhooked
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import norm_rope as cpp
-from hf_qknorm.ops.traces import is_exporting
+from hf_qknorm.ops.traces import needs_torch
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 
 KEPT: Final = "qk_norm_rotary"  # of cosines: their sines, the family's `rope`, and the `Rotary` of both
@@ -27,7 +27,7 @@ def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> 
 
     Without norms the model's own RoPE is as fast.
     """
-    if layer.family.rope is None or is_exporting():  # an exported graph has operators of torch alone
+    if layer.family.rope is None or needs_torch():
         return None
     if "q_norm" not in layer._modules and "k_norm" not in layer._modules:
         return None
@@ -40,7 +40,7 @@ def norm_rotate(layer: Any, q: Tensor, k: Tensor, v: Tensor, positions: Any) -> 
 
 def normed(module: nn.Module, x: Tensor) -> Tensor | None:
     """Heads `[B, H, T, D]` after a norm alone, by a kernel; None if there is none for them."""
-    norm = None if is_exporting() else as_norm(module)
+    norm = None if needs_torch() else as_norm(module)
     if norm is None or norm.kind == "none" or (kernels := _kernels(Heads(x, x, x, norm))) is None:
         return None
     return kernels.norm_rope_one(x, norm, None)
@@ -64,7 +64,7 @@ def fused_attention(
 
     They see the new keys alone: there is no cache, or an empty one, which gets them.
     """
-    chosen = backend == "hf_qknorm" and device_type(q) == "cuda" and not is_exporting()
+    chosen = backend == "hf_qknorm" and device_type(q) == "cuda" and not needs_torch()
     if not (backend == TRITON.name or chosen):
         return None
     slot = 0 if cache is None else layer.family.style.slot(layer, **options)
@@ -115,17 +115,17 @@ def kernel_rotary(positions: tuple[Tensor, Tensor] | None, rope: str | None) -> 
         return None
     cos, sin = positions
     if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
-        return _once(cos, sin, rope)
+        return _each_angle_once(cos, sin, rope)
     kept = vars(cos).get(KEPT)
     if kept is None or kept[0] is not sin or kept[1] != rope:
         # Of `data`: the cosines would never be freed if they held a view of themselves
-        kept = sin, rope, _once(cos.data, sin.data, rope)
+        kept = sin, rope, _each_angle_once(cos.data, sin.data, rope)
         setattr(cos, KEPT, kept)
     rotary: Rotary = kept[2]
     return rotary
 
 
-def _once(cos: Tensor, sin: Tensor, rope: str | None) -> Rotary:
+def _each_angle_once(cos: Tensor, sin: Tensor, rope: str | None) -> Rotary:
     """The rotation with each angle once."""
     if rope == "pairs":
         cos, sin = cos[..., ::2], sin[..., ::2]

@@ -45,7 +45,6 @@ def write_record(model: Any, folder: Path) -> None:
     if record is None:
         (folder / REPORT).unlink(missing_ok=True)
         return
-    folder.mkdir(parents=True, exist_ok=True)
     replace_text(folder / REPORT, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 

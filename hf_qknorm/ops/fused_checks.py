@@ -14,6 +14,7 @@ from hf_qknorm.ops.triton.architectures import ARCHITECTURES
 from hf_qknorm.ops.types import DTYPES, MOST_COLUMNS, Heads, Norm, Rotary
 
 _find_spec = functools.cache(importlib.util.find_spec)
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def why_not_fused(heads: Heads) -> str | None:
@@ -85,11 +86,6 @@ def _why_not_here(device: str) -> str | None:
         supported = ", ".join(map(_version, ARCHITECTURES))
         return f"the kernels have tiles for compute capability {supported}, and {device} has {_version(capability)}"
     return None
-
-
-@functools.cache
-def _capability(device: str) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
 
 
 def _version(capability: tuple[int, int]) -> str:

@@ -31,7 +31,7 @@ SchemeField = Annotated[
 
 @dataclass(frozen=True)
 class Calibration:
-    """The effect of a calibration on a model's predictions and logits, measured on the first batches of its data.
+    """The effect of a calibration on a model's predictions and logits, measured on a part of its data.
 
     `base` is the `Prediction` of the unpatched model, `ones` with fresh gains, `chosen` with the calibrated gains; all
     three are None for a model without a language-modelling head. Losses are in nats per token. `layers` has the
@@ -61,12 +61,12 @@ class Calibration:
     base: Prediction | None
     ones: Prediction | None
     chosen: Prediction | None
-    layers: Annotated[Mapping[Name, LayerReport], Field(max_length=10_000)]
+    layers: Annotated[Mapping[Name, LayerReport], Field(min_length=1, max_length=10_000)]
     judged: Count | None = None
     base_model: HubName = None
     knees: Annotated[Mapping[KneeSize, Prediction], Field(max_length=1_000)] = field(default_factory=dict)
-    knee: float = 0.0
-    sharpness: float = 1.0
+    knee: KneeSize = 0.0
+    sharpness: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 1.0
     length: Count | None = field(default=None, repr=False)
     context: Count | None = field(default=None, repr=False)
     output_error: float | None = None
@@ -123,8 +123,7 @@ class Calibration:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready data, for `Calibration.from_dict`: fields at their default are left out."""
-        data: dict[str, Any] = REPORT.dump_python(self, mode="json", exclude_defaults=True)
-        return {"format": self.format, **data}
+        return {"format": self.format, **REPORT.dump_python(self, mode="json", exclude_defaults=True)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
@@ -141,13 +140,13 @@ class Calibration:
         return records.read_json(REPORT, read_bytes(user_path(path, "path")), str(path))
 
     def save(self, path: str | Path) -> None:
-        """Write the report as JSON; a failed run leaves the old file."""
-        save_json(self.to_dict(), Path(path))
+        """Write the report as JSON, in a new folder if need be; a failed run leaves the old file."""
+        save_json(self.to_dict(), path)
 
 
 REPORT = TypeAdapter(Calibration)
 
 
-def save_json(data: Mapping[str, Any], path: Path) -> None:
+def save_json(data: Mapping[str, Any], path: str | Path) -> None:
     """Write `data` as indented JSON; a failed run leaves the old file."""
-    replace_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+    replace_text(user_path(path, "path"), json.dumps(data, indent=2, ensure_ascii=False) + "\n")

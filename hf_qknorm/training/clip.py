@@ -24,7 +24,7 @@ from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import reshard
 from hf_qknorm.measure.head_weights import changeable_head_weights, normed_sides, parameter_factors
 from hf_qknorm.measure.logits import call_to_measure
-from hf_qknorm.measure.passes import PassFilter
+from hf_qknorm.measure.passes import PassFilter, sees
 from hf_qknorm.model.attention import QKNormAttention, require_patched
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.ops import tiled
@@ -179,9 +179,7 @@ def largest_logits(call: Call, threshold: float) -> Tensor:
     heads = (~(bound <= threshold)).nonzero().flatten()  # with NaN in one head, the others of its group are measured
     if len(heads) == 0:
         return largest.flatten()
-    mask = visible.mask
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask > torch.finfo(mask.dtype).min
+    mask = None if visible.mask is None else sees(visible.mask)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.reshape(mask.shape[0], -1, group, *mask.shape[2:])[:, heads].flatten(1, 2)
     q, k = q.reshape(q.shape[0], -1, group, *q.shape[2:])[:, heads].flatten(1, 2), k[:, heads]

@@ -92,11 +92,11 @@ class KneeSchedule(TrainerCallback, ExportableState):
         check_norms(model)
         self.value, self.start, self.steps = None, min(knee_of(model), NO_NORM), state.max_steps
         if state.global_step:
-            before, own = (entry or {}).get("args"), self.state()["args"]
+            before, own = entry and entry["args"], self.state()["args"]
             if before != own:
                 raise ValueError(
-                    f"the run of this checkpoint had {name} with {before}, and this one has {own}: resume with the "
-                    "same, or start a new run from the checkpoint's weights"
+                    f"the run of this checkpoint had {f'a {name} with {before}' if before else f'no {name}'}, and this "
+                    f"one has {own}: resume with the same, or start a new run from the checkpoint's weights"
                 )
             self.start, self.steps = entry["attributes"]["start"], entry["attributes"]["steps"]
         self.on_step_end(args, state, control, **kwargs)

@@ -98,7 +98,7 @@ def read_log(path: str | Path) -> list[LogitSample]:
     Raises FileNotFoundError, and ValueError, naming file and line, for a file that is too large or not from
     `LogitMonitor`.
     """
-    given, path = path, user_path(path, "the log")
+    given, path = path, user_path(path, "the log's path")
     if not path.exists():
         raise FileNotFoundError(f"no such file: {given}")
     samples: list[LogitSample] = []

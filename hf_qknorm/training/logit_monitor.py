@@ -62,7 +62,7 @@ class LogitMonitor(TrainerCallback):
         if not (limit is None or limit > 0):
             raise ValueError(f"limit={limit}: expected a |logit| > 0, or None for twice the cap")
         self.every, self.rows, self.limit = check_count(every, "every"), check_count(rows, "rows"), limit
-        self.path = None if path is None else user_path(path, "path")
+        self.path = None if path is None else user_path(path, "path").absolute()
         self.last: LogitSample | None = None
         self._trainer: Trainer | None = None
         self._watch: _Watch | None = None  # of the present step
@@ -108,8 +108,7 @@ class LogitMonitor(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         watch = self._watch
         self.close()
-        sample = None if watch is None else self._finish(watch, state.global_step)
-        if sample is None:
+        if watch is None or (sample := self._finish(watch, state.global_step)) is None:
             return
         from transformers.integrations import INTEGRATION_TO_CALLBACK  # slow to import, and loaded by now
 

@@ -60,6 +60,17 @@ def test_packed_documents_give_the_knees_and_gains_of_separate_ones():
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+@pytest.mark.parametrize("knee", [None, 2.0])
+def test_the_default_device_changes_nothing(knee):
+    found = []
+    for device in ("cpu", "meta"):  # a tensor without a device of its own would have no data
+        model = patch_model(tiny_model("llama", initializer_range=0.3), "qk_norm")
+        with torch.device(device):
+            reports = calibrate(model, [IDS] * 4, knee=knee), inspect_model(model, [IDS])
+        found.append((reports, [x.tolist() for x in model.state_dict().values()]))
+    assert found[0] == found[1]
+
+
 def test_mostly_padding_is_few_tokens(caplog):
     mask = (torch.arange(96) < 6).long().expand(8, -1)
     batch = {"input_ids": tokens(8, 96), "attention_mask": mask}

@@ -209,6 +209,7 @@ REFUSALS: list[tuple[Any, Any, type[Exception], str]] = [
     ({"repo_id": ""}, None, ValueError, "the repository is '', expected a name on the Hub"),
     ({"repo_id": None}, None, ValueError, "the repository is None, expected a name on the Hub"),
     ({}, holding(**{"config.json": b'{"model_type": "llama"}'}), ValueError, "(model_type 'llama', expected qknorm_ll"),
+    ({}, holding(**{"config.json": b"[]"}), ValueError, "holds another model (model_type None, expected qknorm_llama)"),
     ({}, other_size, ValueError, "holds another model (num_hidden_layers 7, expected 2)"),
     ({}, holding(**{"pytorch_model.bin": b""}), ValueError, "holds another model (pytorch_model.bin)"),
     ({"private": True}, holding(), ValueError, "me/tiny is public: make it private in its settings"),

@@ -29,6 +29,23 @@ def test_fields_of_the_base_models_card_are_inherited(tmp_path):
     assert (tmp_path / "README.md").read_text() == text  # the generated card has the same fields
 
 
+def test_a_card_that_could_not_be_replaced_is_still_there(tmp_path, monkeypatch):
+    checkpoint(tmp_path, report=False)
+    (tmp_path / "README.md").write_text(own := "---\nlicense: mit\n---\n")
+
+    def full(path, text):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("hf_qknorm.convert.card.replace_text", full)
+    with pytest.raises(OSError, match="No space"):
+        write_card(tmp_path)
+    monkeypatch.undo()
+    assert (tmp_path / "README.md").read_text() == own
+    write_card(tmp_path)
+    assert front((tmp_path / "README.md").read_text())["license"] == "mit"
+    assert (tmp_path / "README.original.md").read_text() == own
+
+
 HOSTILE = "<script>alert(1)</script> | `a` **b** {{ 7 * 7 }} {% raw %} [x](javascript:y) # $z$"
 
 

@@ -1,5 +1,7 @@
 """Models born with norms of queries and keys: bound, gains and logits, without patching them."""
 
+import copy
+
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -104,9 +106,11 @@ def test_an_unpatched_model_is_watched_and_keeps_below_its_bound(model_type):
     assert fingerprint(model) == before
     with torch.no_grad(), logit_statistics(model) as seen:
         logits = model(input_ids=TOKENS).logits
+        copied = copy.deepcopy(model)
     assert fingerprint(model) == before
     with torch.no_grad():
         assert torch.equal(logits, model(input_ids=TOKENS).logits)
+        assert torch.equal(logits, copied(input_ids=TOKENS).logits)
     assert set(seen) == set(found.layers)
     for name, layer in found.layers.items():
         assert layer.max_logit == pytest.approx(seen[name].max_logit.tolist(), rel=1e-4)

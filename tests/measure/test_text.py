@@ -1,5 +1,6 @@
 """Texts, paths and batches, as batches of a model's inputs."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,14 +22,24 @@ def test_sources_without_text_are_refused(tmp_path, monkeypatch):
     for read in (load_text, check_text):
         with pytest.raises(FileNotFoundError, match=r"no such file or folder: .*missing\.txt"):
             read(str(tmp_path / "missing.txt"))
-        with pytest.raises(ValueError, match="no text in it"):
+        with pytest.raises(ValueError, match="no text in it .in a folder, .txt"):
             read(str(tmp_path))
+        with pytest.raises(ValueError, match="is a pipe or a device, which can't be read twice"):
+            read("/dev/null")
     (tmp_path / "notes.md").write_text("of the working directory")
     monkeypatch.chdir(tmp_path)
     for read in (load_text, check_text):
         with pytest.raises(ValueError, match="the text's source is empty, which would mean the working directory"):
             read("")
     assert load_text(".") == "of the working directory"
+
+
+def test_a_text_may_begin_with_empty_lines(tmp_path):
+    (tmp_path / "a").write_text("\n" * 2000 + "text")
+    check_text(str(tmp_path / "a"))
+    (tmp_path / "a").write_text("\n" * 2000)
+    with pytest.raises(ValueError, match="a: no text in it"):
+        check_text(str(tmp_path / "a"))
 
 
 @pytest.mark.parametrize(("text", "encoding"), [("Größe, Maß und Füße. ", "latin-1"), ("Да и нет. ", "cp1251")])
@@ -112,6 +123,9 @@ def test_tensors_that_the_model_takes_are_kept_in_batches_as_they_are():
         ([{"id": 3, "text": "a"}], r'got a mapping of id int, text str: .* give the column, data\["text"\]'),
         ([{"input_ids": [1, 2]}], r"got a mapping of input_ids list: .* make batches in a DataLoader"),
         ([{"input_ids": torch.ones(2, 9), "attention_mask": torch.ones(3, 9)}], r"mask \[3, 9\]: expected texts"),
+        ([{"input_ids": torch.ones(1, 9), "attention_mask": torch.ones(9)}], r"mask \[9\]: expected texts"),
+        ([{"input_ids": torch.ones(1, 9), "attention_mask": [[1] * 9]}], "attention_mask of type list, expected a te"),
+        ([{"input_ids": torch.ones(1, 9), "labels": np.ones((1, 9))}], "labels of type ndarray, expected a tensor"),
         ([{"input_ids": torch.ones(9)}], r"got a mapping of input_ids \[9\]: expected texts"),
         ([torch.ones(2, 9), torch.ones(0, 9)], r"a batch is empty \(input_ids \[0, 9\]\)"),
         ([{"pixel_values": torch.ones(0, 3, 8, 8)}], r"a batch is empty \(pixel_values \[0, 3, 8, 8\]\)"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.utils.parametrize
 from torch import Tensor
+from torch.nn.utils import prune
 
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
 from hf_qknorm.ops.norms import NORMS, Shape, shown_knee
@@ -62,21 +63,22 @@ def test_p_does_not_change_the_size_of_fresh_logits(p: float) -> None:
     assert deviation("lp", scheme) == pytest.approx(deviation("l2", SCHEMES["henry"]), rel=0.02)
 
 
-@pytest.mark.parametrize("way", ["parametrization", "functional call", "attribute"])
+@pytest.mark.parametrize("way", ["parametrization", "pruning", "functional call", "attribute"])
 def test_the_gain_is_the_modules_wherever_it_is_kept(way: str) -> None:
     """FSDP's flat parameters keep views of them as plain attributes."""
     module, x = make(knee=0.0), draw()
     expected = 2 * module(x)
     doubled = 2 * module.weight.detach()
-    if way == "functional call":
-        found = torch.func.functional_call(module, {"weight": doubled}, (x,))
-    elif way == "parametrization":
+    given = {"weight": doubled} if way == "functional call" else {}
+    if way == "parametrization":
         torch.nn.utils.parametrize.register_parametrization(module, "weight", _Doubled())
-        found = module(x)
-    else:
+    elif way == "pruning":
+        module.weight.data.mul_(2)
+        prune.identity(module, "weight")
+    elif way == "attribute":
         del module.weight
         module.weight = doubled
-        found = module(x)
+    found = torch.func.functional_call(module, given, (x,))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)  # a power of two rounds nothing
 
 

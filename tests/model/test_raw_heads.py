@@ -1,4 +1,4 @@
-"""The rotation of kernels, which the cosines of a step hold for its layers."""
+"""The rotation of kernels, which the cosines of a step hold for its layers, and where no kernel computes."""
 
 import gc
 import weakref
@@ -6,7 +6,9 @@ import weakref
 import pytest
 import torch
 
+from hf_qknorm import patch_model
 from hf_qknorm.model.raw_heads import kernel_rotary
+from qknorm_tests.tables import make_batch, sharp_model
 
 
 @pytest.mark.parametrize("grad", [True, False])
@@ -41,3 +43,16 @@ def test_angles_that_are_trained_get_gradients():
     expected = torch.tensor([2.0, 2, 2, 0, 0, 0]).expand(1, 5, 6)
     assert torch.equal(cos.grad, expected)
     assert torch.equal(sin.grad, 2 * expected)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_torch_func_computes_norms_in_pytorch():
+    model = patch_model(sharp_model("llama"), "qk_norm_cap", attn_implementation="hf_qknorm_eager")
+    batch, weights = make_batch("plain"), {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, kwargs=batch).loss
+
+    slope = torch.func.jvp(loss, (weights,), (torch.func.grad(loss)(weights),))[1]
+    grads = torch.autograd.grad(loss({}), [*model.parameters()])
+    torch.testing.assert_close(slope, sum(x.square().sum() for x in grads), rtol=1e-4, atol=0)

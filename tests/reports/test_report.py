@@ -93,6 +93,9 @@ def test_json_round_trip():
         ("layers/a | b", {}, r"report: 'layers.a \| b"),
         ("layers/layers.0/gain_q", 1.0, "report: layers.layers.0.gain_q: Unexpected keyword argument, got 1.0"),
         ("layers/layers.1/before/entropy", [True], "layers.layers.1.before.entropy.0: Input should be a valid number"),
+        ("layers", {}, "report: layers: .*at least 1 item"),
+        ("knee", -3.0, "report: knee: Input should be greater than or equal to 0, got -3.0"),
+        ("sharpness", float("nan"), "report: sharpness: Input should be "),
         ("knees", {"x": {"loss": 1.0}}, "report: knees.x"),
         ("knees", {"4.0": {}}, "report: knees.4.0.loss: Field required"),
         ("knees", {"-1.0": {"loss": 1.0}}, "report: knees.*greater than or equal to 0"),
@@ -112,6 +115,14 @@ def test_reports_with_numbers_that_are_not_finite_are_read():
     again = Calibration.from_dict(json.loads(json.dumps(diverged.to_dict())))
     assert math.isnan(again.loss)
     assert "nan" in again.table()
+
+
+def test_a_report_is_saved_where_it_is_loaded_from(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    example().save("~/new/report.json")
+    assert Calibration.load("~/new/report.json") == example()
+    with pytest.raises(IsADirectoryError, match="new is a folder, and a file is to be written there"):
+        example().save(tmp_path / "new")
 
 
 def test_errors_name_the_file(tmp_path):

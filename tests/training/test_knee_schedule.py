@@ -116,10 +116,10 @@ def test_runs_that_are_refused_at_their_beginning(runs, tmp_path):
     with pytest.raises(ValueError, match="got 2 callbacks of type KneeSchedule, expected one"):
         runs(kneed(), KneeSchedule())
     runs(kneed(), SaveAt(2))
-    with pytest.raises(ValueError, match=r"had KneeSchedule with .*'share': 0.5.* has .*'share': 0.25.* resume"):
+    with pytest.raises(ValueError, match=r"had a KneeSchedule with .*'share': 0.5.* has .*'share': 0.25.* resume"):
         runs(kneed(), resume=2, share=0.25)
     trainer(kneed(), tmp_path, SaveAt(3)).train()
-    with pytest.raises(ValueError, match="had KneeSchedule with None, and this one has"):
+    with pytest.raises(ValueError, match="had no KneeSchedule, and this one has"):
         runs(kneed(), resume=3)
 
 

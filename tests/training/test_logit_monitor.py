@@ -33,11 +33,13 @@ def test_a_sample_has_the_statistics_of_the_first_rows(family, kind):
         assert layer.cap == 50
 
 
-def test_a_bare_loop_samples_every_nth_step(tmp_path):
+def test_a_bare_loop_samples_every_nth_step(tmp_path, monkeypatch):
     model, batch = patch_model(sharp_model("llama"), "none"), make_batch("plain")
     path = tmp_path / "new" / "log.jsonl"
     for steps in (range(10), range(6, 14)):  # the second time resumed
-        monitor = LogitMonitor(every=4, path=path)
+        monkeypatch.chdir(tmp_path)
+        monitor = LogitMonitor(every=4, path="new/log.jsonl")
+        monkeypatch.chdir(tmp_path.parent)
         for step in steps:
             with monitor.watch(model, step):
                 assert bool(hooks(model)) == (step % 4 == 0)

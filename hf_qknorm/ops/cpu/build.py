@@ -42,9 +42,10 @@ def why_not(wait: bool = True) -> str | None:
 
     Raises RuntimeError if HF_QKNORM_CPU=1 demands kernels that can't be compiled, and ValueError for another switch.
     """
-    if _overloads and not torch.compiler.is_compiling() and _switch() != "0":
+    traced = torch.compiler.is_compiling()
+    if not traced and _overloads and _switch() != "0":  # in this order: a trace would see the kernels as before it
         return None
-    return _why_not(wait, torch.compiler.is_compiling(), is_exporting())
+    return _why_not(wait, traced, is_exporting())
 
 
 @constant_in_traces

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache, cached_property, lru_cache
 from typing import Any, Final, NamedTuple
 
@@ -48,13 +48,8 @@ def padded(head_dim: int) -> int:
 
 def launch(kernel: Any, grid: tuple[int, ...], device: torch.device, *arguments: Any, **options: Any) -> None:
     """Start `kernel` on `device`, which need not be the current one; `options`: arguments by name, warps and stages."""
-    with on(device):
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **options, enable_fp_fusion=True)
-
-
-def on(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which `device` is the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 class _Hashed(Constants):

@@ -13,9 +13,23 @@ import torch
 from torch.utils import cpp_extension
 
 from hf_qknorm.ops.cpu import build
+from qknorm_tests.children import child
 from qknorm_tests.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("compiled")
+
+
+# The first call of a process is in a graph, the second one is not.
+FIRST_IN_A_GRAPH = """
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from hf_qknorm.attend.functions import best_attention as attend
+x, counter = torch.ones(1, 2, 9, 16), CompileCounterWithBackend("eager")
+compiled = torch.compile(attend, backend=counter, fullgraph=True)
+for run in (compiled, attend, compiled):
+    run(torch.nn.Module(), x, x, x, None)
+print(counter.frame_count, counter.graphs[0].code)
+"""
 
 
 class Loader:
@@ -153,6 +167,14 @@ def test_other_machines_and_folders_are_a_reason(
     assert "NotADirectoryError" in str(build.why_not())
     (record,) = caplog.records
     assert "are not available: NotADirectoryError" in record.getMessage()
+
+
+@pytest.mark.costly
+def test_a_graph_has_the_kernels_of_an_earlier_process(tmp_path: Path) -> None:
+    """It has no break, and is not compiled again after a call outside of it."""
+    count, _, code = child(FIRST_IN_A_GRAPH, home=tmp_path).partition(" ")
+    assert count == "1"
+    assert build.name() in code
 
 
 def test_each_version_of_sources_and_torch_has_a_library(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
