@@ -85,7 +85,8 @@ def known(function: MaskFunction, own: Tensor) -> Spans | None:
     return None
 
 
-_SEQUENCE, _POSITION = torch.tensor([0] * 5 + [1] * 7), torch.tensor([*range(5), *range(7)])
+# On the CPU, whatever torch's default device is.
+_SEQUENCE, _POSITION = torch.tensor([[0] * 5 + [1] * 7, [*range(5), *range(7)]], device="cpu")
 
 
 # For each kind, the variables that an example of it captures, and whether a query then sees a key.
@@ -115,11 +116,11 @@ def _is_as_expected(code: CodeType, kind: str) -> bool:
     if kind not in _EXPECTED:
         return False
     captured, expected = _EXPECTED[kind]
-    query, key = torch.arange(len(_SEQUENCE))[:, None], torch.arange(len(_SEQUENCE))
+    key = torch.arange(len(_SEQUENCE), device="cpu")
     try:
         cells = tuple(CellType(captured[name]) for name in code.co_freevars)
         example = FunctionType(code, vars(masking_utils), closure=cells)
-        zero = torch.zeros((), dtype=torch.int64)
+        zero, query = key[0], key[:, None]
         seen = example(zero, zero, query, key)
         matches = torch.equal(seen.expand(len(query), len(key)), expected(query, key))
     except Exception:  # another version's code may raise anything
