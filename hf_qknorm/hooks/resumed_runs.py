@@ -10,7 +10,6 @@ from typing import Any
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CONFIG
 from hf_qknorm.files.untrusted import read_json
-from hf_qknorm.model.in_memory import schemes_in_memory
 from hf_qknorm.scheme import Scheme, in_words
 
 
@@ -23,15 +22,13 @@ def check_resumed(
     a `KneeSchedule` that had not reached its end and is not in this run.
     """
     if resume_from_checkpoint:
-        from transformers.trainer import TRAINER_STATE_NAME
         from transformers.trainer_utils import get_last_checkpoint
 
         last = resume_from_checkpoint is True
         checkpoint = get_last_checkpoint(trainer.args.output_dir) if last else resume_from_checkpoint
         if checkpoint is not None:
             _check_scheme(trainer, Path(checkpoint))
-        if checkpoint is not None and Path(checkpoint, TRAINER_STATE_NAME).exists():
-            _check_schedule(trainer, Path(checkpoint, TRAINER_STATE_NAME))
+            _check_schedule(trainer, Path(checkpoint))
     return train(trainer, resume_from_checkpoint, *args, **kwargs)
 
 
@@ -56,17 +53,18 @@ def _stored(model: Any, checkpoint: Path) -> str | None:
         base = str(read_json(adapter).get("base_model_name_or_path") or checkpoint)
         if base == model.name_or_path and hasattr(model, "qk_norm_base_marked"):  # patched by this run
             return in_words(())
-        if schemes := schemes_in_memory(base):
-            return schemes
+        if found := re.search(r" \(changed in memory, (.+), not saved: ", base):  # as an `InMemoryName` is stored
+            return found[1]
         checkpoint = Path(base)
     return in_words(_schemes(read_json(checkpoint / CONFIG))) if (checkpoint / CONFIG).exists() else None
 
 
-def _check_schedule(trainer: Any, path: Path) -> None:
-    """Warn if the run of a trainer_state.json had a KneeSchedule that had not ended, and this run has none."""
-    from transformers import TrainerState
+def _check_schedule(trainer: Any, checkpoint: Path) -> None:
+    """Warn if the run of a checkpoint had a KneeSchedule that had not ended, and this run has none."""
+    from transformers.trainer import TRAINER_STATE_NAME, TrainerState
 
-    state, name = TrainerState.load_from_json(str(path)), "KneeSchedule"
+    path, name = checkpoint / TRAINER_STATE_NAME, "KneeSchedule"
+    state = TrainerState.load_from_json(str(path)) if path.exists() else TrainerState()
     entry = state.stateful_callbacks.get(name)
     if entry is None or any(type(callback).__name__ == name for callback in trainer.callback_handler.callbacks):
         return
@@ -74,7 +72,7 @@ def _check_schedule(trainer: Any, path: Path) -> None:
     if state.global_step < (own["after"] + own["share"]) * entry["attributes"]["steps"]:
         arguments = ", ".join(f"{key}={value:g}" for key, value in own.items())
         logger.warning(
-            f"{path.parent} is of a run with {name}({arguments}), which had not ended, and this run has none: the knee "
+            f"{checkpoint} is of a run with {name}({arguments}), which had not ended, and this run has none: the knee "
             "stays as it is. Add that callback to the Trainer to go on with it"
         )
 

@@ -6,7 +6,6 @@ name gives the model's tokenizer, but other weights or another scheme.
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from typing import Any
 
@@ -50,9 +49,3 @@ def mark_in_memory(model: Any, *, marked: bool = True) -> None:
     for module in model.modules():  # itself, and its base model
         if "name_or_path" in vars(module) and getattr(module, "config", None) is model.config:
             module.name_or_path = kind(module.name_or_path)
-
-
-def schemes_in_memory(name: str) -> str | None:
-    """The schemes, in words, of a model that a file names by `InMemoryName.unsaved`."""
-    found = re.search(r" \(changed in memory, (.+), not saved: ", name)
-    return found and found[1]

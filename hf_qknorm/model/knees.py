@@ -77,8 +77,7 @@ def knee_of(model: nn.Module) -> float:
 
     It is the median of the norms', which differ by the rounding of their shapes. Norms that hold no mean length have 0.
     """
-    layers = require_patched(model).values()
-    norms = [norm for layer in layers for norm in head_norms(layer).values()]
+    norms = [norm for layer in require_patched(model).values() for norm in head_norms(layer).values()]
     return statistics.median([norm.ratio if norm.shape.power else 0.0 for norm in norms] or [0.0])
 
 

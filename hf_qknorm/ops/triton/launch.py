@@ -175,5 +175,4 @@ def reach(window: int | None, queries: int, keys: int) -> int:
 
 def precision(dtype: torch.dtype) -> str:
     """The precision of products of fp32 tiles: "ieee", or "tf32" where PyTorch's setting allows it."""
-    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return "tf32" if allowed else "ieee"
+    return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
