@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartForConditionalGeneration
+from transformers import BartForConditionalGeneration, Wav2Vec2Config, Wav2Vec2Model
 
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.measure import logit_statistics as measured
@@ -41,6 +41,24 @@ def test_padding_on_either_side_does_not_count(backend):
             torch.testing.assert_close(padded.even, even)
             for field in ("max_logit", "over_half", "over_cap"):
                 torch.testing.assert_close(getattr(padded, field), getattr(alone, field), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["hf_qknorm", "eager", "sdpa"])
+def test_padding_of_a_sound_does_not_count(backend):
+    """Its mask has an entry for each sample, and a layer has fewer queries."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+    convolutions = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    config = Wav2Vec2Config(**sizes, **convolutions, num_conv_pos_embedding_groups=2, feat_extract_norm="layer")
+    model = patch_model(Wav2Vec2Model(config).eval(), "none", attn_implementation=backend)
+    sound, mask = torch.randn(2, 400), torch.ones(2, 400, dtype=torch.long)
+    with torch.no_grad(), logit_statistics(model, cap=0.1) as alone:
+        model(sound, mask)
+    with torch.no_grad(), logit_statistics(model, cap=0.1) as padded:
+        model(*(torch.nn.functional.pad(x, (0, 600)) for x in (sound, mask)))
+    for name, entry in alone.items():
+        torch.testing.assert_close(padded[name].max_logit, entry.max_logit)
+        torch.testing.assert_close(padded[name].counts, entry.counts)
+        torch.testing.assert_close(padded[name].entropy, entry.entropy)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
