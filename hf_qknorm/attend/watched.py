@@ -27,7 +27,6 @@ def watch(layer: Any) -> Callable[[], None]:
         return _nothing
     config._attn_implementation_internal = NAME if backend in ("sdpa", "eager") else "hf_qknorm"
     _WATCHED[id(config)] = backend
-
     return partial(_unwatch, config)
 
 
