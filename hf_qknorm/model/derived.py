@@ -6,6 +6,7 @@ loading therefore need nothing but transformers' own methods.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from functools import cache, wraps
@@ -139,6 +140,12 @@ class QKNormModel(_Model):
             )
         return super().init_continuous_batching(*args, **kwargs)
 
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Make it as transformers does, which knows a model for Gemma 4's assistant by the name of its class."""
+        shown = copy.copy(self)
+        shown.__class__ = self.base_class
+        return shown._get_candidate_generator(*args, **kwargs)
+
     def save_pretrained(
         self,
         save_directory: str | os.PathLike[str],
@@ -189,10 +196,9 @@ class QKNormModel(_Model):
     ) -> Any:
         """Load as transformers does; check dtypes before they are cast, and shapes before transformers does."""
         check_stored(model, state_dict, checkpoint_files)
-        load = super()._load_pretrained_model
-        info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        info, index = super()._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         check_shapes(model, info.mismatched_keys, others=not load_config.ignore_mismatched_sizes)
-        return info, offloaded
+        return info, index
 
 
 def use_derived_classes(model: PreTrainedModel) -> None:
