@@ -99,7 +99,7 @@ class HeadNorm(nn.Module):
     @torch.no_grad()
     def set_shape(self, shape: Shape) -> None:
         """Set the norm's shape in place: graphs and kernels read the buffer."""
-        self.knee.copy_(torch.tensor(shape, dtype=self.knee.dtype))
+        self.knee.copy_(torch.tensor(shape, dtype=self.knee.dtype, device=self.knee.device))
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
