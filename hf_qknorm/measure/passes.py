@@ -56,7 +56,8 @@ class PassFilter:
             self.watching = self.selects is None or self.selects(module)
         if args and kwargs.get("attention_mask") is None:
             kwargs = kwargs | inspect.signature(type(module).forward).bind_partial(module, *args).arguments
-        self.masks[module] = without_padding(kwargs.get("attention_mask"), kwargs.get(CACHE))
+        mask = kwargs.get("attention_mask", kwargs.get("pixel_attention_mask"))  # of an image's patches
+        self.masks[module] = without_padding(mask, kwargs.get(CACHE))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.masks.pop(module, None)
