@@ -37,13 +37,14 @@ def check_resumed(
 def _check_scheme(trainer: Any, checkpoint: Path) -> None:
     from hf_qknorm.model.attention import patched_layers
 
-    own = {layer.scheme for layer in patched_layers(trainer.model).values() if not layer.scheme.changes_nothing}
-    stored = {scheme for scheme in _schemes(read_json(checkpoint / CONFIG)) if not scheme.changes_nothing}
+    layers = patched_layers(trainer.model).values()
+    own = {(type(x.config).model_type, x.scheme) for x in layers if not x.scheme.changes_nothing}
+    stored = {(kind, x) for kind, x in _schemes(read_json(checkpoint / CONFIG)) if not x.changes_nothing}
     if own == stored:
         return
-    named, found = ("; ".join(sorted(map(str, schemes))) or "no scheme" for schemes in (stored, own))
+    named, found = ("; ".join(sorted(f"{x} in {kind}" for kind, x in held)) or "no scheme" for held in (stored, own))
     text = f"{checkpoint} was trained with {named}, and the model that resumes from it has {found}"
-    if own and {replace(x, softcap=None) for x in own} == {replace(x, softcap=None) for x in stored}:
+    if own and len({(kind, replace(x, softcap=None)) for kind, x in own | stored}) == len(own) == len(stored):
         logger.warning(f"{text}: the run goes on with another cap")
         return
     raise ValueError(
@@ -69,10 +70,10 @@ def _check_schedule(trainer: Any, path: Path) -> None:
         )
 
 
-def _schemes(config: Any) -> Iterator[Scheme]:
-    """Yield the schemes in a config, and in the configs of the models inside."""
+def _schemes(config: Any) -> Iterator[tuple[Any, Scheme]]:
+    """Yield model type and scheme of a config, and of the configs of the models inside."""
     if isinstance(config, dict):
         if config.get("qk_norm") is not None:
-            yield Scheme.stored(config["qk_norm"])
+            yield config.get("model_type"), Scheme.stored(config["qk_norm"])
         for value in config.values():
             yield from _schemes(value)
