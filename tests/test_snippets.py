@@ -51,8 +51,7 @@ def test_every_snippet_says_its_language():
 
 
 def test_outputs_follow_the_code_that_prints_them():
-    shown = sum(snippet.output is not None for snippet in PYTHON)
-    assert shown == len(all_snippets(WRITTEN, "text"))
+    assert sum(snippet.output is not None for snippet in PYTHON) == len(all_snippets(WRITTEN, "text"))
 
 
 def printed(snippet: Snippet) -> str:

@@ -98,8 +98,7 @@ def _ranges(spans: Spans, batch: int, queries: int, keys: int) -> Tensor | None:
             torch._assert_async(hold, GAPS)
         elif not hold:  # waits for the device, once
             return None
-    ranges = torch.stack([x.clamp(0, keys).expand(batch, queries) for x in spans[:2]], -1)
-    mask = ranges[:, None].to(torch.int32)
+    mask = torch.stack([x.clamp(0, keys).expand(batch, queries) for x in spans[:2]], -1)[:, None].to(torch.int32)
     if not is_tracing(mask):
         vars(mask)[KEYS] = keys
     return mask

@@ -125,8 +125,7 @@ class NormSums:
         if bias:
             nn, nx = nn - n * n / count, nx - n * x / count
         gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
-        offset = (x - gain * n) / count if bias else torch.zeros_like(gain)
-        return gain.reshape(*shape), offset.reshape(*shape)
+        return gain.reshape(*shape), ((x - gain * n) / count if bias else torch.zeros_like(gain)).reshape(*shape)
 
 
 class ClosedFormGains:

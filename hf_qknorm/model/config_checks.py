@@ -53,8 +53,7 @@ def _checks(config: Any) -> Iterator[tuple[str, Any, bool, str]]:
     shares = {f"{name}.partial_rotary_factor": rope.get("partial_rotary_factor") for name, rope in _ropes(config)}
     shares |= {name: _setting(config, name) for name in ("partial_rotary_factor", "rotary_pct")}
     for name, value in shares.items():
-        is_share = value is None or (isinstance(value, int | float) and 0 <= value <= 1)
-        yield name, value, is_share, SHARE
+        yield name, value, value is None or (isinstance(value, int | float) and 0 <= value <= 1), SHARE
 
 
 # The errors beside ValueError that transformers raises for settings that it does not check.

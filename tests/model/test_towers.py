@@ -103,8 +103,7 @@ def test_a_named_tower(tmp_path):
     capped = patch_model(model, "soft_cap")  # the text tower, besides
     assert len(patched_layers(capped)) == 4
     model.save_pretrained(tmp_path)
-    again = AutoModelForImageTextToText.from_pretrained(tmp_path)
-    assert torch.equal(logits(again, batch), logits(model, batch))
+    assert torch.equal(logits(AutoModelForImageTextToText.from_pretrained(tmp_path), batch), logits(model, batch))
     assert (logits(model, batch) - expected["logits"]).abs().max() > 1e-3
     assert fingerprint(unpatch_model(model)) == before
     assert_identical(step(model, batch), expected)

@@ -87,8 +87,7 @@ def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
 @pytest.mark.slow
 def test_a_model_of_the_meta_device_takes_the_knees_that_rank_0_sends(ran):
     found = load_file(ran("sent") / "sent.safetensors")
-    expected = knees_of(job.made("shared"))
-    assert_identical(found, expected)
+    assert_identical(found, knees_of(job.made("shared")))
 
 
 def test_a_clip_changes_the_shards(process_group):

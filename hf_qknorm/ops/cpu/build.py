@@ -142,8 +142,7 @@ def _library() -> Path:
     """The compiled library, in the folder of torch's extensions."""
     from torch.utils.cpp_extension import get_default_build_root  # it imports setuptools
 
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    return Path(root) / name() / f"{name()}.so"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / name() / f"{name()}.so"
 
 
 @cache
