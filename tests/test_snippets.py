@@ -118,8 +118,7 @@ def test_shell_commands_are_understood(snippet, monkeypatch):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_commands_of_a_recipes_docstring_are_understood(script, monkeypatch):
-    docstring = ast.get_docstring(ast.parse(text_of(script))) or ""
-    block = re.search(r"(?:^    .*\n?)+", docstring, re.MULTILINE)
+    block = re.search(r"(?:^    .*\n?)+", ast.get_docstring(ast.parse(text_of(script))) or "", re.MULTILINE)
     for command in shell_commands(textwrap.dedent(block[0]) if block else ""):
         if command[0] != "compute-sanitizer":
             check(command, monkeypatch)

@@ -84,8 +84,7 @@ def structured_mask(
     spans = _spans(None if use_vmap else mask_function, own, q_length, rows, batch_size * kv_length)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if spans is not None and padding is not None:
-        seen = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
-        spans = spans & read([seen[:, None, None]])
+        spans = spans & read([padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()[:, None, None]])
     ranges = None if spans is None else _ranges(spans, batch_size, q_length, kv_length)
     return build(**whole, **kwargs, **how) if ranges is None else ranges
 

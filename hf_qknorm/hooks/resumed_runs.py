@@ -19,7 +19,7 @@ def check_resumed(
     """Train by Trainer's `train`, and refuse to resume a checkpoint whose config.json has another scheme.
 
     Another cap alone is a warning, and so is a `KneeSchedule` that had not reached its end and is not in this run. The
-    checkpoint of an adapter has no config.json, and its scheme is not checked.
+    checkpoint of an adapter has no config.json: that of its base counts, if it names a folder.
     """
     if resume_from_checkpoint:
         from transformers.trainer import TRAINER_STATE_NAME
@@ -27,19 +27,26 @@ def check_resumed(
 
         last = resume_from_checkpoint is True
         checkpoint = get_last_checkpoint(trainer.args.output_dir) if last else resume_from_checkpoint
-        if checkpoint is not None and Path(checkpoint, CONFIG).exists():
-            _check_scheme(trainer, Path(checkpoint))
+        if checkpoint is not None and (config := _config_of(Path(checkpoint))).exists():
+            _check_scheme(trainer, Path(checkpoint), config)
         if checkpoint is not None and Path(checkpoint, TRAINER_STATE_NAME).exists():
             _check_schedule(trainer, Path(checkpoint, TRAINER_STATE_NAME))
     return train(trainer, resume_from_checkpoint, *args, **kwargs)
 
 
-def _check_scheme(trainer: Any, checkpoint: Path) -> None:
+def _config_of(checkpoint: Path) -> Path:
+    """The config.json of a checkpoint, or that of the folder which an adapter names as its base; it may not exist."""
+    adapter = checkpoint / "adapter_config.json"
+    alone = adapter.exists() and not (checkpoint / CONFIG).exists()
+    return Path((read_json(adapter).get("base_model_name_or_path") if alone else None) or checkpoint) / CONFIG
+
+
+def _check_scheme(trainer: Any, checkpoint: Path, config: Path) -> None:
     from hf_qknorm.model.attention import patched_layers
 
     layers = patched_layers(trainer.model).values()
     own = {(type(x.config).model_type, x.scheme) for x in layers if not x.scheme.changes_nothing}
-    stored = {(kind, x) for kind, x in _schemes(read_json(checkpoint / CONFIG)) if not x.changes_nothing}
+    stored = {(kind, x) for kind, x in _schemes(read_json(config)) if not x.changes_nothing}
     if own == stored:
         return
     named, found = ("; ".join(sorted(f"{x} in {kind}" for kind, x in held)) or "no scheme" for held in (stored, own))

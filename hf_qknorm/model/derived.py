@@ -66,8 +66,7 @@ class CountsCached(_Model):
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         cache = kwargs.pop(CACHE, past_key_values)
         if position_ids is None and cache is not None and tokens is not None:
-            new = torch.arange(tokens.shape[1], device=tokens.device)
-            position_ids = (new + cache.get_seq_length())[None]
+            position_ids = (torch.arange(tokens.shape[1], device=tokens.device) + cache.get_seq_length())[None]
         return super().forward(input_ids, attention_mask, position_ids, cache, inputs_embeds, **kwargs)
 
 

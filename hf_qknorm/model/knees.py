@@ -43,8 +43,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
     require_patched(model)
     if not knee >= 0:
         raise ValueError(f"knee={knee}: expected a number ≥ 0")
-    norms = check_norms(model)
-    shapes = [(norm, norm.rounded(knee, norm.mean_power(), norm.shape.sharpness)) for norm in norms]
+    shapes = [(norm, norm.rounded(knee, norm.mean_power(), norm.shape.sharpness)) for norm in check_norms(model)]
     with undone_on_error() as keep:
         for norm, shape in shapes:
             if norm.shape != shape:
@@ -77,8 +76,7 @@ def knee_of(model: nn.Module) -> float:
 
     It is the median of the norms', which differ by the rounding of their shapes. Norms that hold no mean length have 0.
     """
-    layers = require_patched(model).values()
-    norms = [norm for layer in layers for norm in head_norms(layer).values()]
+    norms = [norm for layer in require_patched(model).values() for norm in head_norms(layer).values()]
     return statistics.median([norm.ratio if norm.shape.power else 0.0 for norm in norms] or [0.0])
 
 

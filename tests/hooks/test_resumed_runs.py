@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
+from transformers import AutoModelForCausalLM
 
 from hf_qknorm import KneeSchedule, Scheme, patch_model
 from qknorm_tests.kneed import kneed
@@ -38,6 +40,18 @@ def test_another_scheme_is_refused(before, after, stored, own, tmp_path):
         run(after, tmp_path, str(tmp_path / "checkpoint-1"))
     with pytest.raises(ValueError, match="checkpoint-2 was trained with"):
         run(after, tmp_path, True)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
+def test_an_adapter_is_resumed_with_the_scheme_of_its_base(tmp_path):
+    runs = []
+    for scheme in ("soft_cap", "none"):
+        patch_model(tiny_model("llama"), scheme).save_pretrained(tmp_path / scheme)
+        adapter = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / scheme), peft.LoraConfig())
+        runs.append(trainer(adapter, tmp_path / "run", **SETTINGS))
+    runs[0].train()
+    with pytest.raises(ValueError, match="with softcap=50.0 in qknorm_llama, and the model .* has no scheme"):
+        runs[1].train(resume_from_checkpoint=True)
 
 
 def test_the_same_scheme_in_another_part_is_refused(tmp_path):
