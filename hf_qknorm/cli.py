@@ -264,6 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name, reason = getattr(error, "filename", None), getattr(error, "strerror", None)
         return _fail(f"{name}: {reason}" if name and reason else str(error), 1)
     except Exception as error:
+        if type(error).__name__ == "SafetensorError":  # as of a full disk; the library is not imported by then
+            return _fail(str(error), 1)
         if not hasattr(error, "format_message"):  # of typer's, for wrong arguments
             raise
         place = getattr(getattr(error, "ctx", None), "command_path", "hf-qknorm")

@@ -18,7 +18,7 @@ from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.adapters import is_adapter_layer
 from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.config_checks import no_attention_error
-from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_config
+from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_backend, share_config
 from hf_qknorm.model.configs import QKNormConfig, check_names, derived_architectures
 from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class, use_derived_classes
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
@@ -177,6 +177,7 @@ def _remove_scheme(model: PreTrainedModel) -> None:
         if isinstance(owner.config, QKNormConfig):
             set_config(owner, owner.config.base())
     model.set_attn_implementation(backend or model.get_correct_attn_implementation(None))
+    share_backend(model)
 
 
 def patched_config(config: PretrainedConfig, scheme: Scheme) -> PretrainedConfig:

@@ -167,9 +167,10 @@ class Scheme:
         return ", ".join(changed) or "nothing changed"
 
 
-def in_words(schemes: Iterable[Scheme]) -> str:
-    """The schemes of a model's layers, each once: "q=rms, k=rms, softcap=50.0"."""
-    return "; ".join(sorted({str(scheme) for scheme in schemes if not scheme.changes_nothing})) or "no scheme"
+def in_words(schemes: Iterable[tuple[Any, Scheme]]) -> str:
+    """The schemes of a model's parts, each with its model type: "q=rms, k=rms, softcap=50.0 in qknorm_llama"."""
+    found = {f"{scheme} in {model_type}" for model_type, scheme in schemes if not scheme.changes_nothing}
+    return "; ".join(sorted(found)) or "no scheme"
 
 
 def field_values() -> dict[str, str]:

@@ -22,8 +22,7 @@ def test_schemes_and_families_are_listed(capsys):
     fields = {field.name for field in dataclasses.fields(Scheme)}
     assert fields == {line.split()[0] for line in lines[-len(fields) :]}, "every field is listed"
     assert cli.main(["families"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines[1:]] == sorted(FAMILIES)
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == sorted(FAMILIES)
 
 
 @pytest.fixture
@@ -53,8 +52,7 @@ def test_convert(source, tmp_path, capsys):
         f"written: {out}\nload it with `import hf_qknorm` or trust_remote_code=True, by from_pretrained\n"
     )
     assert AutoModelForCausalLM.from_pretrained(out).config.scheme.gain == "per_head"
-    report = json.loads((out / "qk_norm_report.json").read_text())
-    assert report["length"] == 48
+    assert json.loads((out / "qk_norm_report.json").read_text())["length"] == 48
     assert cli.main(["convert", source, str(tmp_path / "new"), *options, "--max-loss-increase", "-9"]) == 1
     assert "more than max_loss_increase=-9. A larger knee" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, BertConfig, BertForMaskedLM
 
 from hf_qknorm import cli, patch_model
@@ -148,6 +149,14 @@ def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     assert status == 2
     assert message in error
     assert re.search(r"\(see hf-qknorm( \w+)? --help\)$", error.rstrip())
+
+
+def test_a_full_disk_is_reported_in_one_line(capsys, monkeypatch):
+    def fail() -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(cli, "field_values", fail)
+    assert refused(["schemes"], capsys) == (1, "hf-qknorm: I/O error: No space left on device (os error 28)\n")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch):

@@ -143,6 +143,13 @@ def test_names_of_the_new_parameters_keep_them_from_weight_decay(scheme, tmp_pat
     assert decayed, "projections decay as before"
 
 
+def test_a_model_is_patched_on_its_device_in_the_context_of_another():
+    model = sharp_model("llama")
+    with torch.device("meta"):
+        patch_model(model, "qk_norm")
+    assert not any(tensor.is_meta for tensor in model.state_dict().values())
+
+
 def test_gains_made_in_inference_mode_train():
     model = sharp_model("llama")
     with torch.inference_mode():

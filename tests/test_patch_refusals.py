@@ -149,8 +149,7 @@ def test_scheme_and_backend_that_do_not_exist():
 
 
 def test_a_switch_that_the_type_does_not_read_is_no_reason():
-    model = sharp_model("llama", add_cross_attention=True)
-    assert patch_model(model, "qk_norm_cap").config.add_cross_attention
+    assert patch_model(sharp_model("llama", add_cross_attention=True), "qk_norm_cap").config.add_cross_attention
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,7 @@ def test_every_snippet_says_its_language():
 
 
 def test_outputs_follow_the_code_that_prints_them():
-    shown = sum(snippet.output is not None for snippet in PYTHON)
-    assert shown == len(all_snippets(WRITTEN, "text"))
+    assert sum(snippet.output is not None for snippet in PYTHON) == len(all_snippets(WRITTEN, "text"))
 
 
 def printed(snippet: Snippet) -> str:
@@ -119,8 +118,7 @@ def test_shell_commands_are_understood(snippet, monkeypatch):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_commands_of_a_recipes_docstring_are_understood(script, monkeypatch):
-    docstring = ast.get_docstring(ast.parse(text_of(script))) or ""
-    block = re.search(r"(?:^    .*\n?)+", docstring, re.MULTILINE)
+    block = re.search(r"(?:^    .*\n?)+", ast.get_docstring(ast.parse(text_of(script))) or "", re.MULTILINE)
     for command in shell_commands(textwrap.dedent(block[0]) if block else ""):
         if command[0] != "compute-sanitizer":
             check(command, monkeypatch)

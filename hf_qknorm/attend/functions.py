@@ -171,8 +171,7 @@ def eager_attention(
     heads, visible, options = make_call(module, Heads(query, key, value), attention_mask, **kwargs)
     kept = None
     if options.dropout:
-        ones = heads.q.new_ones((*heads.q.shape[:3], heads.k.shape[2]))
-        kept = nn.functional.dropout(ones, options.dropout)
+        kept = nn.functional.dropout(heads.q.new_ones((*heads.q.shape[:3], heads.k.shape[2])), options.dropout)
     if getattr(module, "reorder_and_upcast_attn", False):  # GPT-2's switch: logits in fp32
         heads = heads._replace(q=heads.q.float(), k=heads.k.float())
     result = reference.attend(heads, visible, options, kept)

@@ -84,8 +84,7 @@ def structured_mask(
     spans = _spans(None if use_vmap else mask_function, own, q_length, rows, batch_size * kv_length)
     padding = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
     if spans is not None and padding is not None:
-        seen = padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()
-        spans = spans & read([seen[:, None, None]])
+        spans = spans & read([padding[:, torch.arange(kv_length, device=device) + kv_offset].bool()[:, None, None]])
     ranges = None if spans is None else _ranges(spans, batch_size, q_length, kv_length)
     return build(**whole, **kwargs, **how) if ranges is None else ranges
 
@@ -98,8 +97,7 @@ def _ranges(spans: Spans, batch: int, queries: int, keys: int) -> Tensor | None:
             torch._assert_async(hold, GAPS)
         elif not hold:  # waits for the device, once
             return None
-    ranges = torch.stack([x.clamp(0, keys).expand(batch, queries) for x in spans[:2]], -1)
-    mask = ranges[:, None].to(torch.int32)
+    mask = torch.stack([x.clamp(0, keys).expand(batch, queries) for x in spans[:2]], -1)[:, None].to(torch.int32)
     if not is_tracing(mask):
         vars(mask)[KEYS] = keys
     return mask

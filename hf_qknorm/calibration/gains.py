@@ -118,8 +118,7 @@ class NormSums:
         sharp = knee > 0 and self.sharpness > 1
         sums = self.at(0.0 if sharp else knee)
         if len(shape) == 1:
-            axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
-            sums = [x.sum(axes, keepdim=True) for x in sums]
+            sums = [x.sum((0,) if shape[0] == sums[0].shape[1] else (0, 1), keepdim=True) for x in sums]
         nn, nx, n, x, count = sums
         if sharp:  # the bias is the mean that the norm takes off
             centred = bias and NORMS[self.norm.norm].centred
@@ -128,8 +127,7 @@ class NormSums:
         if bias:
             nn, nx = nn - n * n / count, nx - n * x / count
         gain = torch.where(nn > 0, nx / nn.clamp_min(torch.finfo(nn.dtype).tiny), 1.0)
-        offset = (x - gain * n) / count if bias else torch.zeros_like(gain)
-        return gain.reshape(*shape), offset.reshape(*shape)
+        return gain.reshape(*shape), ((x - gain * n) / count if bias else torch.zeros_like(gain)).reshape(*shape)
 
 
 class ClosedFormGains:

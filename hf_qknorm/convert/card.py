@@ -66,8 +66,7 @@ def render_card(folder: str | os.PathLike[str], *, repo_id: str | None = None, b
     start = bases[0] if bases else type(config).__name__.removeprefix("QKNorm").removesuffix("Config")
     context["title"] = (repo_id or f"{start} with {context['description']}").rpartition("/")[2]
     data = _card_data(config, report, fields, context["title"])
-    template = Path(__file__).with_name("card.md.jinja")
-    card = ModelCard.from_template(data, template_path=str(template), **context)
+    card = ModelCard.from_template(data, template_path=str(Path(__file__).with_name("card.md.jinja")), **context)
     return re.sub(r"\n{3,}", "\n\n", str(card)).rstrip() + "\n"
 
 

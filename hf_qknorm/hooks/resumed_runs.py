@@ -35,10 +35,10 @@ def check_resumed(
 def _check_scheme(trainer: Any, checkpoint: Path) -> None:
     from hf_qknorm.model.attention import patched_layers
 
-    own = in_words(layer.scheme for layer in patched_layers(trainer.model).values())
+    own = in_words((type(x.config).model_type, x.scheme) for x in patched_layers(trainer.model).values())
     stored = _stored(trainer.model, checkpoint) or own
     text = f"{checkpoint} was trained with {stored}, and the model that resumes from it has {own}"
-    if len({re.sub(r"(, )?softcap=[^,;]+", "", schemes) for schemes in (stored, own)}) > 1:
+    if len({re.sub(r"(, )?softcap=[^,; ]+", "", schemes) for schemes in (stored, own)}) > 1:
         raise ValueError(
             f"{text}: patch the model as that of the checkpoint, or load that model from its folder. To go on with "
             "another scheme, start a new run from the checkpoint's weights"
@@ -77,10 +77,10 @@ def _check_schedule(trainer: Any, checkpoint: Path) -> None:
         )
 
 
-def _schemes(config: Any) -> Iterator[Scheme]:
-    """Yield the schemes in a config, and in the configs of the models inside."""
+def _schemes(config: Any) -> Iterator[tuple[Any, Scheme]]:
+    """Yield model type and scheme of a config, and of the configs of the models inside."""
     if isinstance(config, dict):
         if config.get("qk_norm") is not None:
-            yield Scheme.stored(config["qk_norm"])
+            yield config.get("model_type"), Scheme.stored(config["qk_norm"])
         for value in config.values():
             yield from _schemes(value)

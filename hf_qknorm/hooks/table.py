@@ -83,6 +83,8 @@ HOOKS: Final = (
          unpatched_classes.check_saved, "transformers>=5.17",
          reason="a model whose layers have another scheme than its config is not saved, as the whole of a part that "
          "was patched by itself"),
+    Hook("peft.peft_model", "PeftModel.save_pretrained", unpatched_classes.check_saved, "peft>=0.18",
+         reason="nor is an adapter of such a model, whose base would load without the scheme"),
     Hook("transformers.modeling_layers", "MtpModel.__init__", mtp.build_layers, "transformers>=5.17", needed=True,
          reason="layers of multi-token prediction have the model's own norms, and not a scheme's"),
     Hook("transformers.trainer", "Trainer.train", resumed_runs.check_resumed, "transformers>=5.17",

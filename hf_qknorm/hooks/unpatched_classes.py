@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_qknorm.families import family_of_type
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX, classes_of
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.untrusted import read_json
@@ -45,11 +46,12 @@ def check_weights(
 def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Save a model by transformers' `save`, and refuse one whose layers have another scheme than its config.
 
-    Such is the whole of a model in which a part was patched, or unpatched, by itself. Raises ValueError before anything
-    is written.
+    Such is the whole of a model in which a part was patched, unpatched or exchanged by itself. Raises ValueError before
+    anything is written.
     """
     from hf_qknorm.model.attention import patched_layers
     from hf_qknorm.model.derived import QKNormModel
+    from hf_qknorm.model.install import own_layers
 
     held, used = list(_schemes_in(model.config)), []
     for name, layer in patched_layers(model).items():
@@ -64,11 +66,14 @@ def check_saved(save: Callable[..., Any], /, model: Any, *args: Any, **kwargs: A
                 f"model.{part}) first. If patch_model takes the whole model (tower=... names a part), the whole is "
                 "saved with its scheme"
             )
-    if unused := [scheme for cls, scheme in held if (cls, scheme) not in used]:
+    derived = (x for x in model.modules() if isinstance(x, QKNormModel))
+    plain = [name for x in derived for name in own_layers(x, family_of_type(x.config.base_model_type))]
+    if unused := [scheme for cls, scheme in held if plain or (cls, scheme) not in used]:
+        lacking = f"{plain[0]} lacks" if plain and used else "no layer has"
         raise ValueError(
-            f"this {type(model).__name__}'s config holds a scheme ({Scheme.from_dict(unused[0])}) that no layer has, "
-            "as after unpatch_model or remove_norms of a part: a checkpoint would load with it. Call these on the "
-            "whole model; after a call on a part, put the part's config into the whole's"
+            f"this {type(model).__name__}'s config holds a scheme ({Scheme.from_dict(unused[0])}) that {lacking}, as "
+            "after unpatch_model or remove_norms of a part: a checkpoint would load with it. Call these on the whole "
+            "model; after a call on a part, put the part's config into the whole's"
         )
     return save(model, *args, **kwargs)
 

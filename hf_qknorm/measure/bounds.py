@@ -55,8 +55,7 @@ def _bound(layer: QKNormAttention, pairs: list[tuple[NormRange | None, NormRange
         group = max(len(q.lengths) // len(k.lengths), 1)  # each key head meets its group of query heads
         keys = k.lengths.repeat_interleave(group)
         products = products + q.lengths * keys * (rotary**2 if place == len(pairs) else 1.0)
-    scale = abs(layer.logit_scale) * layer.family.style.query_scale(layer)
-    return scale * float(products.max())
+    return abs(layer.logit_scale) * layer.family.style.query_scale(layer) * float(products.max())
 
 
 def worst_bound(model: Any) -> float | None:

@@ -105,7 +105,7 @@ class _Watcher:
             return
         rows, cap = self.rows, self.cap or layer.softcap or CAP
         mask = mask[:rows] if isinstance(mask, Tensor) and len(mask) == len(q) else mask
-        call = call_to_measure(layer, q[:rows], k[:rows], mask, options, self.passes.real(rows, q.shape[2], q.device))
+        call = call_to_measure(layer, q[:rows], k[:rows], mask, options, self.passes.real(rows, q, k, mask))
         found, even = measure(call, cap)
         entry = self.collected.setdefault(self.name, LogitStatistics(cap, torch.zeros_like(found.max_logit)))
         entry.max_logit = torch.maximum(entry.max_logit, found.max_logit)

@@ -56,23 +56,27 @@ class PassFilter:
             self.watching = self.selects is None or self.selects(module)
         if args and kwargs.get("attention_mask") is None:
             kwargs = kwargs | inspect.signature(type(module).forward).bind_partial(module, *args).arguments
-        self.masks[module] = without_padding(kwargs.get("attention_mask"), kwargs.get(CACHE))
+        mask = kwargs.get("attention_mask", kwargs.get("pixel_attention_mask"))  # of an image's patches
+        self.masks[module] = without_padding(mask, kwargs.get(CACHE))
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.masks.pop(module, None)
         if not self.masks:
             self.watching = False
 
-    def real(self, rows: int | None, length: int, device: torch.device) -> Tensor | None:
-        """Which of the last `length` tokens of the first `rows` sequences are not padding, `[B, T]`; None for all.
+    def real(self, rows: int | None, q: Tensor, k: Tensor, own: Any) -> Tensor | None:
+        """Which queries q `[B, H, T, D]` of the first `rows` sequences are not padding, `[B, T]`; None for all.
 
-        Tokens in front of the mask, such as those of an image, are none.
+        Tokens in front of the model's mask, such as those of an image, are none. A model that shortens its inputs, such
+        as the samples of a sound, has a mask longer than its keys: then the layer's `own` mask counts.
         """
-        mask = next(reversed(self.masks.values())) if self.masks else None
+        mask, length = next(reversed(self.masks.values())) if self.masks else None, q.shape[2]
+        if mask is not None and length == k.shape[2] < mask.shape[1]:
+            mask = without_padding(own, None)
         if mask is None:
             return None
         front = max(length - mask.shape[1], 0)
-        real = nn.functional.pad(mask[:rows, -length:].to(device).bool(), (front, 0), value=True)
+        real = nn.functional.pad(mask[:rows, -length:].to(q.device).bool(), (front, 0), value=True)
         return None if bool(real.all()) else real
 
 

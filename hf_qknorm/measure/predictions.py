@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from hf_qknorm.measure.batches import IGNORED, Batches, is_bidirectional, is_rea
 from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
 from hf_qknorm.measure.passes import PassFilter
+from hf_qknorm.measure.text import taken_inputs
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.reports.records import LayerStatistics, Prediction
 
@@ -96,12 +96,13 @@ def predictions(
 def output_error(model: Any, batches: Batches) -> float:
     """The relative error of a patched model's last hidden states: ‖patched − unpatched‖ / ‖unpatched‖, all tokens."""
     sums = torch.zeros(2, dtype=torch.float64, device="cpu")
-    taken = signature(model.base_model.forward).parameters
     for batch in batches:
-        inputs = {name: x for name, x in model_inputs(model, batch).items() if name in taken or "kwargs" in taken}
-        own = model.base_model(**inputs, use_cache=False).last_hidden_state
+        taken = taken_inputs(model.base_model, batch)
+        inputs = {name: x for name, x in model_inputs(model, batch).items() if name in taken}
+        outputs = [model.base_model(**inputs, use_cache=False)]
         with as_unpatched(model):
-            base = model.base_model(**inputs, use_cache=False).last_hidden_state
+            outputs.append(model.base_model(**inputs, use_cache=False))
+        own, base = (x.get("last_hidden_state", x[0]) for x in outputs)  # a user's model may have logits alone
         real = is_real(batch).to(base.device) if "input_ids" in batch else slice(None)
         parts = (own.to(base.device) - base)[real], base[real]
         sums += torch.stack([part.double().square().sum() for part in parts]).cpu()

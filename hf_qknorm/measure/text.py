@@ -6,7 +6,7 @@ import os
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from inspect import Parameter, signature
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
@@ -168,18 +168,28 @@ def as_batches(
         tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
         parts = _up_to(max_tokens, (tokenize(tokenizer, text) for text in items))
         return cut(torch.cat(list(parts))[:max_tokens], batch, length)
-    known = signature(model.forward).parameters
-    others = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in known.values())
-    names = {*known, *INPUTS, *(TransformersKwargs.__annotations__ if others else ())}
-    return list(_up_to(max_tokens, map(partial(_inputs, names=names), items), size=count_tokens))
+    return list(_up_to(max_tokens, map(partial(_inputs, model), items), size=count_tokens))
 
 
-def _inputs(item: Any, names: set[str]) -> dict[str, Tensor]:
-    """The tensors of a batch that have these names."""
+def taken_inputs(model: Any, batch: Mapping[str, Any]) -> set[str]:
+    """The names in a batch that a model's forward takes; one with **kwargs takes those of its base classes too."""
+    own = signature(model.forward).parameters
+    if all(x.kind is not x.VAR_KEYWORD for x in own.values()):
+        return batch.keys() & own.keys()
+    bases = (signature(vars(cls)["forward"]).parameters for cls in type(model).__mro__ if "forward" in vars(cls))
+    names = {*TransformersKwargs.__annotations__}.union(own, *bases)
+    return batch.keys() & names if names & INPUTS.keys() else {*batch}  # all, around another model
+
+
+def _inputs(model: Any, item: Any) -> dict[str, Tensor]:
+    """The tensors of a batch that the model takes."""
     batch = {"input_ids": item} if isinstance(item, Tensor) else item
     if not isinstance(batch, Mapping):
         raise ValueError(f"got {type(item).__name__}: {EXPECTED}")
-    found = {name: x for name, x in batch.items() if name in names and isinstance(x, Tensor) and x.dim()}
+    taken = taken_inputs(model, batch)
+    if "input_ids" in batch and "pixel_values" in batch.keys() - taken:
+        raise ValueError(f"a batch has pixel_values, and {type(model).__name__} takes no images: give text alone")
+    found = {name: x for name, x in batch.items() if name in taken and isinstance(x, Tensor) and x.dim()}
     if not any(name in found and found[name].dim() == dims for name, dims in INPUTS.items()):
         shown = ", ".join(f"{name} {list(getattr(x, 'shape', '')) or type(x).__name__}" for name, x in batch.items())
         raise ValueError(
@@ -187,7 +197,7 @@ def _inputs(item: Any, names: set[str]) -> dict[str, Tensor]:
             "tokens make batches in a DataLoader(data, batch_size=8, collate_fn=...)"
         )
     for name, x in batch.items():  # a mask that is left out would change the result
-        if name in names and hasattr(x, "__len__") and not isinstance(x, Tensor):
+        if name in taken and hasattr(x, "__len__") and not isinstance(x, Tensor):
             raise ValueError(f"a batch has {name} of type {type(x).__name__}, expected a tensor: {EXPECTED}")
     rows, ids = found.get("attention_mask"), found.get("input_ids")
     if any(not found[name].numel() for name in INPUTS if name in found):

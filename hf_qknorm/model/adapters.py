@@ -26,8 +26,7 @@ def peft_modules_to_save(model: nn.Module) -> list[str]:
     >>> from peft import LoraConfig, get_peft_model
     >>> model = get_peft_model(model, LoraConfig(modules_to_save=qk.peft_modules_to_save(model)))
     """
-    layers = require_patched(model)
-    trained = {f"{path}.{name}": name for path, layer in layers.items() for name in head_norms(layer)}
+    trained = {f"{path}.{name}": name for path, layer in require_patched(model).items() for name in head_norms(layer)}
     names = sorted(set(trained.values()))
     others = [path for path, module in model.named_modules() if not isinstance(module, HeadNorm)]
     if any(path.endswith(name) for path in others for name in names):  # PEFT matches by suffix

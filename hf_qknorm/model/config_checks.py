@@ -53,8 +53,7 @@ def _checks(config: Any) -> Iterator[tuple[str, Any, bool, str]]:
     shares = {f"{name}.partial_rotary_factor": rope.get("partial_rotary_factor") for name, rope in _ropes(config)}
     shares |= {name: _setting(config, name) for name in ("partial_rotary_factor", "rotary_pct")}
     for name, value in shares.items():
-        is_share = value is None or (isinstance(value, int | float) and 0 <= value <= 1)
-        yield name, value, is_share, SHARE
+        yield name, value, value is None or (isinstance(value, int | float) and 0 <= value <= 1), SHARE
 
 
 # The errors beside ValueError that transformers raises for settings that it does not check.
@@ -89,8 +88,7 @@ def no_attention_error(model: Any, attention: str) -> ValueError:
 
 def describe_error(error: Exception) -> str:
     """Return an error in one line: the first of its message, or a validator's last, which names the cause."""
-    lines = str(error).strip().splitlines() or [""]
-    line = lines[-1 if isinstance(error, StrictDataclassError) else 0]
+    line = (str(error).strip().splitlines() or [""])[-1 if isinstance(error, StrictDataclassError) else 0]
     return f"{type(error).__name__}: {line.strip()[:400]}"
 
 

@@ -41,6 +41,12 @@ def share_config(model: PreTrainedModel) -> None:
             module.config = model.config
 
 
+def share_backend(model: PreTrainedModel) -> None:
+    """Give the models inside a model its backend: older transformers passes over copies of the config."""
+    for owner in config_owners(model):
+        owner.config._attn_implementation_internal = model.config._attn_implementation
+
+
 def set_config(model: PreTrainedModel, config: PretrainedConfig) -> None:
     """Replace the model's config in each module that holds it, in place."""
     old = model.config

@@ -6,6 +6,7 @@ loading therefore need nothing but transformers' own methods.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from functools import wraps
@@ -29,7 +30,7 @@ from hf_qknorm.files.names import REPORT
 from hf_qknorm.model.accelerate_hooks import set_module_class
 from hf_qknorm.model.attention import modelling_file, patched_layers
 from hf_qknorm.model.config_checks import config_errors, config_file
-from hf_qknorm.model.config_owners import config_owners
+from hf_qknorm.model.config_owners import share_backend
 from hf_qknorm.model.configs import QKNormConfig, check_architectures
 from hf_qknorm.model.install import install
 from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
@@ -114,13 +115,9 @@ class QKNormModel(_Model):
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
-        """Set a backend as transformers does, also in models inside it that have a copy of the config.
-
-        Older versions of transformers pass over these.
-        """
+        """Set a backend as transformers does, also in models inside it that have a copy of the config."""
         super().set_attn_implementation(attn_implementation, *args, **kwargs)
-        for owner in config_owners(self):
-            owner.config._attn_implementation_internal = self.config._attn_implementation
+        share_backend(self)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """Begin as transformers does, for `generate_batch` too, whose worker thread would hide an error.
@@ -137,6 +134,12 @@ class QKNormModel(_Model):
                 "of padded prompts"
             )
         return super().init_continuous_batching(*args, **kwargs)
+
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        """Make it as transformers does, which knows a model for Gemma 4's assistant by the name of its class."""
+        shown = copy.copy(self)
+        shown.__class__ = self.base_class
+        return shown._get_candidate_generator(*args, **kwargs)
 
     def save_pretrained(
         self,
@@ -188,10 +191,9 @@ class QKNormModel(_Model):
     ) -> Any:
         """Load as transformers does; check dtypes before they are cast, and shapes before transformers does."""
         check_stored(model, state_dict, checkpoint_files)
-        load = super()._load_pretrained_model
-        info, offloaded = load(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        info, index = super()._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         check_shapes(model, info.mismatched_keys, others=not load_config.ignore_mismatched_sizes)
-        return info, offloaded
+        return info, index
 
 
 def use_derived_classes(model: PreTrainedModel) -> None:

@@ -43,7 +43,7 @@ def mark_in_memory(model: Any, *, marked: bool = True) -> None:
     """
     from hf_qknorm.model.attention import patched_layers
 
-    schemes = in_words(layer.scheme for layer in patched_layers(model).values())
+    schemes = in_words((type(x.config).model_type, x.scheme) for x in patched_layers(model).values())
     kind = partial(InMemoryName, schemes=schemes) if marked else str
     model.config._name_or_path = kind(model.config.name_or_path)
     for module in model.modules():  # itself, and its base model

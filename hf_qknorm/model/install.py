@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -17,8 +16,8 @@ from hf_qknorm.model.attention import (
     QKNormAttention,
     attention_class,
     calls_interface,
+    every_norm,
     head_norms,
-    norm_copies,
     patched_layers,
 )
 from hf_qknorm.model.config_checks import no_attention_error
@@ -129,9 +128,8 @@ def as_unpatched(model: nn.Module) -> Iterator[None]:
     Folded norms leave outputs that differ by rounding. Raises ValueError as `require_base` does.
     """
     require_base(model)
-    changes: list[tuple[Any, str, Any]] = []
+    changes: list[tuple[Any, str, Any]] = [(norm, "bypass", True) for norm in every_norm(model)]
     for name, layer in patched_layers(model).items():
-        changes += [(norm, "bypass", True) for norm in chain(*norm_copies(layer).values())]
         changes.append((layer, "scheme", replace(NONE)))  # not NONE itself: hooks on the norms see their inputs
         if layer.removed_norm:
             changes.append((_parent(model, name), layer.family.pre_norm, layer.removed_norm[0]))

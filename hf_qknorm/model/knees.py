@@ -43,8 +43,7 @@ def set_knee(model: nn.Module, knee: float) -> None:
     require_patched(model)
     if not knee >= 0:
         raise ValueError(f"knee={knee}: expected a number ≥ 0")
-    norms = check_norms(model)
-    shapes = [(norm, norm.rounded(knee, norm.mean_power(), norm.shape.sharpness)) for norm in norms]
+    shapes = [(norm, norm.rounded(knee, norm.mean_power(), norm.shape.sharpness)) for norm in check_norms(model)]
     with undone_on_error() as keep:
         for norm, shape in shapes:
             if norm.shape != shape:

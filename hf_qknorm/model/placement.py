@@ -32,8 +32,7 @@ def placement(folder: Path, max_memory: int | str | Mapping[Any, Any] | None, of
         if not torch.cuda.is_available() and size < USABLE * psutil.virtual_memory().available:
             return {}
         return {"device_map": "auto", "offload_folder": str(offload)}
-    limits = memory_limits(max_memory)
-    return {"device_map": "auto", "max_memory": limits, "offload_folder": str(offload)}
+    return {"device_map": "auto", "max_memory": memory_limits(max_memory), "offload_folder": str(offload)}
 
 
 def memory_limits(max_memory: int | str | Mapping[Any, Any]) -> dict[Any, int]:

@@ -93,7 +93,7 @@ class QKClip(TrainerCallback):
                 f"{name} has {q.shape[1]} of its {self.heads[name]} heads here: QKClip does not support tensor "
                 "parallelism"
             )
-        call = call_to_measure(layer, q, k, mask, options, self.passes.real(None, q.shape[2], q.device))
+        call = call_to_measure(layer, q, k, mask, options, self.passes.real(None, q, k, mask))
         largest = largest_logits(call, self.threshold)
         self.largest[name] = torch.maximum(self.largest.get(name, largest), largest)
 

@@ -105,19 +105,17 @@ def _fold_norms(model: PreTrainedModel, keep: Callable[[Tensor], None]) -> PreTr
     kept = []  # of the model, or of each patched tower in it
     for path in [path for path in towers_of(model) if patched_layers(model.get_submodule(path))] or [""]:
         tower: Any = model.get_submodule(path)
-        rest = Scheme(softcap=next(iter(patched_layers(tower).values())).scheme.softcap)
-        kept.append((path or None, rest, tower.config._attn_implementation))
+        softcap = next(iter(patched_layers(tower).values())).scheme.softcap
+        kept.append((path or None, softcap, tower.config._attn_implementation))
     for norm, part, scale in _constant_norms(model):
         for parameter in part.projection.parameters(recurse=False):
             keep(parameter)
             parameter.copy_(_folded(parameter, norm, part, scale))
     unpatch_model(model)
-    for name, rest, backend in kept:
-        if not rest.changes_nothing:
-            patch_model(model, rest, attn_implementation=backend, tower=name)
-            logger.warning(
-                "the cap of %g stays, with the model patched: unpatch_model(model) takes it off", rest.softcap
-            )
+    for name, softcap, backend in kept:
+        if softcap is not None:
+            patch_model(model, Scheme(softcap=softcap), attn_implementation=backend, tower=name)
+            logger.warning(f"the cap of {softcap:g} stays, with the model patched: unpatch_model(model) takes it off")
     return model
 
 

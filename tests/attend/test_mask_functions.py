@@ -50,8 +50,7 @@ def as_transformers(function: Any, name: str) -> Any:
     ],
 )
 def test_a_changed_function_of_a_known_name_is_read_key_by_key(name, changed, kind, padding, monkeypatch, caplog):
-    function = as_transformers(changed, name)
-    monkeypatch.setattr(masking_utils, name, function)
+    monkeypatch.setattr(masking_utils, name, as_transformers(changed, name))
     given = padded(padding)
     settings = patched_config(config(kind), Scheme(softcap=2.0))  # a window that layers pass is checked, too
     expected = transformers_own(kind, settings, 9, given)

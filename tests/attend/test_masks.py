@@ -73,8 +73,7 @@ def test_steps_into_a_cache_are_ranges(steps, kind, padded, static):
     settings = config(kind, num_key_value_heads=1, num_attention_heads=1, hidden_size=4)
     cache = StaticCache(settings, max_cache_len=16) if static else DynamicCache(config=settings)
     for number, length in enumerate(steps):
-        done = sum(steps[: number + 1])
-        given = torch.ones(2, done, dtype=torch.long)
+        given = torch.ones(2, sum(steps[: number + 1]), dtype=torch.long)
         given[0, :2] = 0
         given = given if padded else None
         expected = transformers_own(kind, settings, length, given, cache)

@@ -72,8 +72,7 @@ def test_reports_have_statistics_before_and_after_gains_and_bounds(scheme, knee)
 
 
 def test_without_a_language_modelling_head_there_are_no_predictions():
-    model = patch_model(tiny_model("llama").base_model, "qk_norm")
-    report = calibrate(model, [tokens(2, 20)], knee=0)
+    report = calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), [tokens(2, 20)], knee=0)
     assert (report.base, report.ones, report.chosen, report.loss, report.kl) == (None,) * 5
     end = (
         f"hidden states change by {report.output_error:.2%}; |logit| ≤ {report.bound:.1f} for any input, up to rounding"

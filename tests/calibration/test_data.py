@@ -72,8 +72,7 @@ def test_the_default_device_changes_nothing(knee):
 
 
 def test_mostly_padding_is_few_tokens(caplog):
-    mask = (torch.arange(96) < 6).long().expand(8, -1)
-    batch = {"input_ids": tokens(8, 96), "attention_mask": mask}
+    batch = {"input_ids": tokens(8, 96), "attention_mask": (torch.arange(96) < 6).long().expand(8, -1)}
     report = calibrate(patch_model(tiny_model("llama"), "qk_norm"), [batch] * 8, max_tokens=200)
     assert (report.tokens, report.judged, report.length) == (5 * 48, 120, 6)
     assert "on 120 tokens, which is uncertain" in caplog.text

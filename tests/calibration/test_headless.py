@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_qknorm import Calibration, Scheme, calibrate, patch_model
 from hf_qknorm.calibration.knees import OUTPUT_LIMIT
@@ -35,6 +35,12 @@ def pooled(model, batch) -> torch.Tensor:
     """The mean of the last hidden states over real tokens, `[B, D]`."""
     mask = batch["attention_mask"][..., None]
     return (model.base_model(**batch).last_hidden_state * mask).sum(1) / mask.sum(1)
+
+
+def test_a_model_of_a_user_s_own_is_judged_by_its_first_output():
+    model = patch_model(encoder("llama", AutoModelForCausalLM), "qk_norm")
+    model.base_model_prefix, model.get_output_embeddings = "", lambda: None
+    assert 0 < calibrate(model, batches(6)).output_error <= OUTPUT_LIMIT
 
 
 @pytest.mark.parametrize(

@@ -117,8 +117,7 @@ def test_folders_without_a_patched_checkpoint_are_refused(tmp_path):
 
 
 def test_a_card_warns_of_text_that_is_shorter_than_the_context(tmp_path):
-    report = edit(checkpoint(tmp_path), context=2048)
-    assert report.length == 20
+    assert edit(checkpoint(tmp_path), context=2048).length == 20
     text = render_card(tmp_path)
     assert "tokens in sequences of up to 20" in text
     warning = "**Long context was not measured**: the text was in sequences of up to 20 tokens, and the model's context"

@@ -114,8 +114,7 @@ def test_a_calibrated_conversion(model_type, preset, options, tmp_path):
     assert all(torch.equal(value, state[name]) for name, value in converted.state_dict().items())
     assert report.knee == pytest.approx(options.get("knee", report.knee), rel=0.1)
     assert len(knees_of(converted)) == 2 * len(expected.config.scheme.norms)
-    saved = json.loads((tmp_path / "out" / "qk_norm_report.json").read_text())
-    assert Calibration.from_dict(saved) == report
+    assert Calibration.from_dict(json.loads((tmp_path / "out" / "qk_norm_report.json").read_text())) == report
 
 
 LIMITS = {"llama": 60_000, "gpt2": "60KB", "mixtral": {"cpu": "60000"}}

@@ -35,8 +35,7 @@ def test_files_of_another_conversion_are_not_taken_over(llama, tmp_path):
     for name in (CARD, CODE_FILE, REPORT, PLOT):
         (llama / name).write_bytes((tmp_path / "first" / name).read_bytes())
     convert_checkpoint(llama, tmp_path / "out", "qk_norm", standalone=False)
-    written = {path.name for path in (tmp_path / "out").iterdir()}
-    assert not {CODE_FILE, REPORT, PLOT} & written
+    assert not {CODE_FILE, REPORT, PLOT} & {path.name for path in (tmp_path / "out").iterdir()}
     assert (tmp_path / "out" / CARD).read_text() != (llama / CARD).read_text()
 
 

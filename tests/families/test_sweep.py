@@ -222,8 +222,7 @@ def test_steps_without_positions(lm):
     prompt = model(ids[:, :16], use_cache=True)
     if CACHE not in prompt or lm in CHANCE:
         pytest.skip("it returns no cache, or selects keys by chance")
-    cache = {CACHE: prompt[CACHE], "use_cache": True}
-    steps = [model(token, **cache).logits for token in ids[:, 16:].split(1, 1)]
+    steps = [model(token, **{CACHE: prompt[CACHE], "use_cache": True}).logits for token in ids[:, 16:].split(1, 1)]
     assert_near(torch.cat(steps, 1), model(ids, use_cache=False).logits[:, 16:], TOLERANCE)
 
 

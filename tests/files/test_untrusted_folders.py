@@ -59,8 +59,7 @@ def test_no_code_of_a_checkpoint_is_run(source, tmp_path):
         calibrate(model, str(text), knee=0, max_tokens=256)
         inspect_checkpoint(str(converted), data=str(text), max_tokens=256)
         write_card(converted)
-    calibrated = tmp_path / "qk_norm"
-    export_native(calibrated, tmp_path / "native")
+    export_native(tmp_path / "qk_norm", tmp_path / "native")
     assert not list((tmp_path / "native").rglob("*.py"))
     assert not sign.exists()
 

@@ -50,6 +50,16 @@ def test_an_adapter_with_gains_is_refused_by_an_unpatched_model(model_type, adap
     peft.PeftModel.from_pretrained(patch_model(sharp_model(model_type), LAYER), tmp_path)
 
 
+def test_an_adapter_of_the_whole_of_a_patched_part_is_not_saved(tmp_path):
+    """Its base, the whole as it was loaded, has no scheme."""
+    model = sharp_model("llama")
+    patch_model(model.model, "soft_cap")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="the model's config does not hold its scheme"):
+        wrapped.save_pretrained(tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
 @pytest.mark.parametrize("saved", [["q_norm", "k_norm"], ["self_attn"]])  # the norms, and a module that holds them
 def test_an_adapter_of_a_model_with_its_own_norms_loads(saved, tmp_path):
     settings = peft.LoraConfig(target_modules=["up_proj"], modules_to_save=saved)
@@ -87,7 +97,7 @@ def test_an_adapter_does_not_lead_to_the_unpatched_model(way, tmp_path, caplog, 
     name = str(tmp_path / "unpatched")
     assert stored["none"] == name
     end = "not saved: put the folder of the saved model here"
-    assert stored["soft_cap"] == f"{name} (changed in memory, softcap=50.0, {end})"
+    assert stored["soft_cap"] == f"{name} (changed in memory, softcap=50.0 in qknorm_llama, {end})"
     with pytest.raises(OSError, match=end):
         AutoModelForCausalLM.from_pretrained(tmp_path / "soft_cap")
 

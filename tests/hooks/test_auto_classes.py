@@ -33,8 +33,7 @@ def test_every_auto_class_that_knows_the_base_knows_the_derived_model(known):
     config = AutoConfig.for_model(derived_type, qk_norm="none", **settings)
     assert type(config) is derived_config(known)
     for name, names in AUTO_CLASSES.items():
-        auto_class = getattr(transformers, name)
-        assert (type(config) in auto_class._model_mapping) == (known in names)
+        assert (type(config) in getattr(transformers, name)._model_mapping) == (known in names)
         bases, found = (names.get(key, ()) for key in (known, derived_type))
         bases, found = ((x,) if isinstance(x, str) else x for x in (bases, found))
         assert found == tuple(f"QKNorm{base}" for base in bases)

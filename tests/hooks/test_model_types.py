@@ -67,8 +67,7 @@ def test_the_type_in_memory(model_type, seen, tmp_path):
     assert model.config.model_type == seen
     assert type(model.config).model_type == f"qknorm_{model_type}"
     model.save_pretrained(tmp_path)
-    stored = json.loads((tmp_path / "config.json").read_text())["model_type"]
-    assert stored == f"qknorm_{model_type}"
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == f"qknorm_{model_type}"
     assert AutoConfig.from_pretrained(tmp_path).model_type == seen
     assert unpatch_model(model).config.model_type == model_type
 

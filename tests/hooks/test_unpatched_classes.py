@@ -43,8 +43,7 @@ for folder in sys.argv[1:]:
     except ValueError as error:
         print(f"`qknorm_{name}` but Transformers does not recognize this architecture" in str(error))
     for auto in ("AutoModelForCausalLM", "AutoModel"):
-        base = transformers.CONFIG_MAPPING[name]
-        plain = getattr(transformers, auto)._model_mapping[base]
+        plain = getattr(transformers, auto)._model_mapping[transformers.CONFIG_MAPPING[name]]
         for options in ({}, {"attn_implementation": "eager"}, {"experts_implementation": "eager"}):
             try:
                 plain.from_pretrained(folder, **options)
@@ -165,6 +164,15 @@ def test_the_whole_of_an_unpatched_part_is_not_saved(part, scheme, tmp_path):
         model.config.text_config = inner.config
     model.save_pretrained(tmp_path / "whole")
     assert type(type(model).from_pretrained(tmp_path / "whole").get_submodule(part)) is type(inner)
+
+
+@pytest.mark.parametrize("scheme", ["qk_norm", "soft_cap"])
+def test_a_model_with_an_unpatched_layer_is_not_saved(scheme, tmp_path):
+    model = patch_model(sharp_model("llama"), scheme)
+    model.model.layers[1] = sharp_model("llama").model.layers[1]
+    with pytest.raises(ValueError, match=r"config holds a scheme \(.*\) that model\.layers\.1\.self_attn lacks"):
+        model.save_pretrained(tmp_path / "model")
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_scheme_that_was_changed_in_the_config_alone_is_not_saved(tmp_path):

@@ -61,8 +61,7 @@ FALLING = torch.linspace(3.0, 1.0, 16)
 @pytest.mark.parametrize("knee", [0.0, 4.0])
 def test_some_vector_reaches_the_bound(norm, p, direction, gain, bias, knee):
     """A vector in the channel of the largest gain reaches it; for p > 2 a vector with all channels. None exceeds it."""
-    scheme = Scheme(q=norm, k=norm, p=p, bias=bias is not None)
-    model = patched(scheme, knee=knee)
+    model = patched(Scheme(q=norm, k=norm, p=p, bias=bias is not None), knee=knee)
     layer = next(iter(patched_layers(model).values()))
     assert layer.family.style.heads(layer)[2] == 16
     random = torch.randn(200, 1, 1, 16, generator=torch.Generator().manual_seed(2))

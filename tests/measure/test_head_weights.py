@@ -53,16 +53,14 @@ def test_parts_are_the_rows_of_the_heads(model_type, settings):
         return
     for name, parts in attention_head_weights(model).items():
         layer = model.get_submodule(name)
-        first = parts["q"] if "q" in parts else parts["dkv"]
-        x = torch.randn(2, 9, width_of(first))
+        x = torch.randn(2, 9, width_of(parts["q"] if "q" in parts else parts["dkv"]))
         made = heads_made(model_type, layer, x)
         assert set(made) == set(parts)
         for side, part in parts.items():
             assert made[side].shape[2] == part.heads
             for head, outputs in enumerate(part.outputs(x.device)):
                 (grad,) = torch.autograd.grad(made[side][:, :, head].square().sum(), part.weight, retain_graph=True)
-                inputs = 0 if isinstance(part.projection, Conv1D) else 1
-                moves = (grad.abs().sum(inputs) > 0).nonzero().flatten()
+                moves = (grad.abs().sum(0 if isinstance(part.projection, Conv1D) else 1) > 0).nonzero().flatten()
                 assert torch.equal(moves, outputs), f"{name} {side} head {head}"
 
 

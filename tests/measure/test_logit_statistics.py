@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import BartForConditionalGeneration
+from transformers import AutoModel, BartForConditionalGeneration, Siglip2VisionConfig, Wav2Vec2Config
 
 from hf_qknorm import logit_statistics, patch_model
 from hf_qknorm.measure import logit_statistics as measured
@@ -41,6 +41,34 @@ def test_padding_on_either_side_does_not_count(backend):
             torch.testing.assert_close(padded.even, even)
             for field in ("max_logit", "over_half", "over_cap"):
                 torch.testing.assert_close(getattr(padded, field), getattr(alone, field), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["hf_qknorm", "eager", "sdpa"])
+def test_padding_of_a_sound_does_not_count(backend):
+    """Its mask has an entry for each sample, and a layer has fewer queries."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    convolutions = {"conv_dim": (16, 16), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    config = Wav2Vec2Config(**sizes, **convolutions, num_conv_pos_embedding_groups=2, feat_extract_norm="layer")
+    model, found = patch_model(AutoModel.from_config(config).eval(), "none", attn_implementation=backend), []
+    for padding in (0, 600):
+        sound, mask = (torch.nn.functional.pad(x, (0, padding)) for x in (torch.linspace(-1, 1, 400), torch.ones(400)))
+        with torch.no_grad(), logit_statistics(model, cap=0.1) as statistics:
+            model(sound[None], mask[None].long())
+        found += statistics.values()
+    for field in ("max_logit", "counts", "entropy"):
+        torch.testing.assert_close(*(getattr(entry, field) for entry in found))
+
+
+def test_padding_of_an_image_does_not_count():
+    """Its mask is of patches, and has another name."""
+    config = Siglip2VisionConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_patches=16)
+    model, found, patches = patch_model(AutoModel.from_config(config).eval(), "none"), [], torch.randn(1, 6, 768)
+    for padding in (0, 10):
+        mask = torch.arange(6 + padding)[None] < 6
+        with torch.no_grad(), logit_statistics(model) as statistics:
+            model(torch.nn.functional.pad(patches, (0, 0, 0, padding)), mask.long(), torch.tensor([[2, 3]]))
+        found += statistics.values()
+    assert torch.equal(*(entry.counts for entry in found))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])

@@ -82,5 +82,4 @@ def test_kernels_do_not_measure_large_logits():
     largest = float(exact.max_logit.max())
     assert measure_by_kernels(made, cap=2.1 * largest) is not None
     assert measure_by_kernels(made, cap=1.9 * largest) is None
-    masked = made._replace(visible=Visible(mask=torch.ones(1, 1, 17, 17).bool()))
-    assert measure_by_kernels(masked, cap=50.0) is None
+    assert measure_by_kernels(made._replace(visible=Visible(mask=torch.ones(1, 1, 17, 17).bool())), cap=50.0) is None

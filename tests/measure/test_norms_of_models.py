@@ -57,8 +57,7 @@ def force_outputs(layer: QKNormAttention, raw: torch.Tensor) -> None:
     def replace(_: nn.Module, __: tuple, out: torch.Tensor) -> torch.Tensor:
         if alternating:
             return raw.repeat(out.shape[-1] // dim).expand_as(out)
-        fused = len(layer.family.style.weights) == 1
-        starts = [0, dim] if fused else [0]
+        starts = [0, dim] if len(layer.family.style.weights) == 1 else [0]
         forced = torch.zeros_like(out)
         for start in starts:
             forced[..., start : start + dim] = raw

@@ -114,6 +114,15 @@ def test_tensors_that_the_model_takes_are_kept_in_batches_as_they_are():
     assert shapes(batches_of(torch.utils.data.DataLoader(data, batch_size=2))) == [(2, 4), (1, 4)]
 
 
+@pytest.mark.parametrize("base", [type(LLAMA), torch.nn.Module])
+def test_a_class_that_passes_its_arguments_on_takes_what_its_model_takes(base):
+    class Around(base):
+        def forward(self, *args, **kwargs): ...
+
+    given = dict.fromkeys(("input_ids", "attention_mask", "position_ids"), torch.ones(2, 8, dtype=torch.long))
+    assert set(batches_of([given], model=Around.__new__(Around))[0]) == {*given}
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -128,7 +137,8 @@ def test_tensors_that_the_model_takes_are_kept_in_batches_as_they_are():
         ([{"input_ids": torch.ones(1, 9), "labels": np.ones((1, 9))}], "labels of type ndarray, expected a tensor"),
         ([{"input_ids": torch.ones(9)}], r"got a mapping of input_ids \[9\]: expected texts"),
         ([torch.ones(2, 9), torch.ones(0, 9)], r"a batch is empty \(input_ids \[0, 9\]\)"),
-        ([{"pixel_values": torch.ones(0, 3, 8, 8)}], r"a batch is empty \(pixel_values \[0, 3, 8, 8\]\)"),
+        ([{"pixel_values": torch.ones(0, 3, 8, 8)}], r"got a mapping of pixel_values \[0, 3, 8, 8\]: expected texts"),
+        ([{"input_ids": torch.ones(2, 9), "pixel_values": torch.ones(2, 3, 8, 8)}], "takes no images: give text alone"),
         ([__file__, __file__], r"the data is a list of paths \('.*'\): give one path, of a file or folder"),
         ({"input_ids": torch.ones(2, 2)}, "the data is of type dict: expected texts"),
         (torch.ones(2, 2), "the data is of type Tensor: expected texts"),

@@ -53,8 +53,7 @@ def written_out(layer: Any, scheme: Scheme, arguments: dict[str, Any], seen: Ten
         q, k = layer.modelling.apply_rotary_pos_emb(q, k, *arguments["position_embeddings"])
     cap = scheme.softcap or (config.attn_logit_softcapping if layer.family.own_cap else None)
     scale = layer.head_dim**-0.5 if scheme.scale is None and hasattr(layer, "head_dim") else scheme.scale
-    result = attention(q, k, v, scale=scale, softcap=cap, mask=seen)
-    return style.output(layer, result.out.transpose(1, 2).flatten(2))
+    return style.output(layer, attention(q, k, v, scale=scale, softcap=cap, mask=seen).out.transpose(1, 2).flatten(2))
 
 
 @pytest.mark.parametrize(("model_type", "name"), MODELS)

@@ -106,8 +106,7 @@ def test_the_body_of_a_causal_model(saved, tmp_path):
         assert len(patched_layers(classifier)) == 2
         assert torch.equal(classifier.base_model(**batch).last_hidden_state, expected)
     body.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert torch.equal(again.base_model(**batch).last_hidden_state, expected)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).base_model(**batch).last_hidden_state, expected)
 
 
 @pytest.mark.parametrize(("model_type", "scheme"), MODELS)

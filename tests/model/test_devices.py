@@ -64,10 +64,8 @@ def test_patching_a_model_with_a_layer_on_the_disk(checkpoint, preset, tmp_path,
 
     model.save_pretrained(tmp_path / "saved")
     backend = {"attn_implementation": model.config._attn_implementation}
-    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **backend)
-    assert torch.equal(reloaded(**batch).logits, expected)
-    again = offloaded(tmp_path / "saved", tmp_path, **backend)
-    assert torch.equal(again(**batch).logits, expected)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **backend)(**batch).logits, expected)
+    assert torch.equal(offloaded(tmp_path / "saved", tmp_path, **backend)(**batch).logits, expected)
 
     assert torch.equal(unpatch_model(model)(**batch).logits, plain)
     assert fingerprint(model)[:-1] == before[:-1]

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM, PreTrainedModel
 
 from hf_qknorm import SCHEMES, patch_model
 from qknorm_tests.covering import covering
@@ -56,3 +56,14 @@ def test_cached_generation(model, way):
     if "num_beams" not in options and "prompt_lookup_num_tokens" not in options:
         for step, logits in enumerate(expected.logits):
             assert_near(actual.logits[step], logits, 1e-5, f"step {step}")
+
+
+def test_the_assistant_of_gemma_4_knows_a_capped_model():
+    """transformers knows the model by the name of its class."""
+    model = patch_model(sharp_model("gemma4_text"), SCHEMES_TESTED["cap"])
+    small = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4}
+    config = Gemma4AssistantConfig(text_config=model.config.base().to_dict() | small, backbone_hidden_size=64)
+    assistant = Gemma4AssistantForCausalLM(config).eval()
+    assistant.generation_config.num_assistant_tokens = 2
+    expected, actual = (generate(model, rows=slice(1), assistant_model=x) for x in (None, assistant))
+    assert torch.equal(actual.sequences, expected.sequences)

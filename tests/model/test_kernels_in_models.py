@@ -171,8 +171,7 @@ def test_gradients_flow_through_the_cache() -> None:
     for backend in ("hf_qknorm_triton", "hf_qknorm_eager"):
         model.set_attn_implementation(backend)
         model.zero_grad()
-        cache = model(first, use_cache=True)[CACHE]
-        logits = model(rest, **{CACHE: cache}).logits
+        logits = model(rest, **{CACHE: model(first, use_cache=True)[CACHE]}).logits
         logits.sin().sum().backward()
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         found.append({"logits": logits.detach(), **grads})

@@ -39,8 +39,7 @@ def test_a_knee_of_zero_is_the_plain_norm_times_a_constant() -> None:
     set_knee(model, 0.0)
     assert model.config.to_dict() == plain().config.to_dict()
     norm, x = norms(model)[0], torch.randn(1, 5, 1, 16)
-    expected = F.rms_norm(x, (16,), norm.weight, norm.eps) * norm.length()
-    torch.testing.assert_close(norm(x), expected)
+    torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), norm.weight, norm.eps) * norm.length())
     assert norm.shape.sharpness == 1
 
 

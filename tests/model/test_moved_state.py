@@ -207,8 +207,7 @@ def test_a_trainer_resumes_with_the_knees(tmp_path: Path) -> None:
     trainer(source(), tmp_path, SaveAt(2)).train()
     found = []
     for model in (source(), fresh(), other()):
-        run = trainer(model, tmp_path, max_steps=4)
-        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        trainer(model, tmp_path, max_steps=4).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         found.append(model)
     for model in found[1:]:
         assert_moved(model, found[0])
@@ -219,13 +218,11 @@ def test_adapters_hold_the_knees_of_their_norms(tmp_path: Path) -> None:
     adapted = wrapped(source())
     adapted.save_pretrained(tmp_path / "one")
     wrapped(other()).save_pretrained(tmp_path / "two")
-    base = other()
-    model = peft.PeftModel.from_pretrained(base, tmp_path / "one", adapter_name="one").eval()
+    model = peft.PeftModel.from_pretrained(other(), tmp_path / "one", adapter_name="one").eval()
     assert_moved(model, adapted)
     model.load_adapter(tmp_path / "two", adapter_name="two")
     model.set_adapter("two")
-    second = logits(model)
-    assert torch.equal(second, logits(wrapped(other())))
+    assert torch.equal(logits(model), logits(wrapped(other())))
     model.set_adapter("one")
     assert_moved(model, adapted)
     model.delete_adapter("two")

@@ -86,8 +86,7 @@ def test_the_text_tower_is_calibrated_by_itself():
         calibrate(model, batches, knee=0)
     alone = patch_model(AutoModel.from_config(tiny_config("llama", initializer_range=0.2)).eval(), "qk_norm")
     alone.load_state_dict(model.model.language_model.state_dict())
-    report = calibrate(model.model.language_model, batches, knee=0)
-    assert report == calibrate(alone, batches, knee=0)
+    assert calibrate(model.model.language_model, batches, knee=0) == calibrate(alone, batches, knee=0)
     gains = [norm.weight for layer in patched_layers(model).values() for norm in head_norms(layer).values()]
     assert len(gains) == 4
     assert all(float((gain.detach() - 1).abs().max()) > 0.01 for gain in gains)
@@ -104,8 +103,7 @@ def test_a_named_tower(tmp_path):
     capped = patch_model(model, "soft_cap")  # the text tower, besides
     assert len(patched_layers(capped)) == 4
     model.save_pretrained(tmp_path)
-    again = AutoModelForImageTextToText.from_pretrained(tmp_path)
-    assert torch.equal(logits(again, batch), logits(model, batch))
+    assert torch.equal(logits(AutoModelForImageTextToText.from_pretrained(tmp_path), batch), logits(model, batch))
     assert (logits(model, batch) - expected["logits"]).abs().max() > 1e-3
     assert fingerprint(unpatch_model(model)) == before
     assert_identical(step(model, batch), expected)

@@ -18,8 +18,7 @@ LLAMA = {"num_key_value_heads": 4, "attention_bias": True}
 
 def opened(model: Any) -> Any:
     """A model with norms that can be folded."""
-    batches = [make_batch(kind, labels=False) for kind in ("none", "plain")]
-    calibrate(patch_model(model, "qk_norm"), batches, knee=4.0)
+    calibrate(patch_model(model, "qk_norm"), [make_batch(kind, labels=False) for kind in ("none", "plain")], knee=4.0)
     set_knee(model, math.inf)
     return model
 

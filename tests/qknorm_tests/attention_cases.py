@@ -74,8 +74,7 @@ class Problem(NamedTuple):
         return {"out": out.detach(), **self._gradients(out, leaves)}
 
     def _gradients(self, out: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        found = torch.autograd.grad(out, [*leaves.values()], self.grad.to(out.dtype))
-        return dict(zip(leaves, found, strict=True))
+        return dict(zip(leaves, torch.autograd.grad(out, [*leaves.values()], self.grad.to(out.dtype)), strict=True))
 
     def attended(self, leaves: dict[str, Tensor], dropped: Tensor | None = None) -> reference.Attended:
         """The oracle's attention for leaves as `spread` makes them."""
@@ -143,8 +142,7 @@ def assert_exact(x: Tensor, exact: Tensor, plain: list[Tensor], what: str) -> No
     """Within one of the budgets; where the exact result is zero, as the gradients of a single key, nearly zero."""
     if exact.any():
         plain = [found for found in plain if found.isfinite().all()]  # in fp16 sums overflow
-        best = min(plain, key=lambda found: -verdict(x, exact, found).budget)
-        assert_within_budget(x, exact, best, what)
+        assert_within_budget(x, exact, min(plain, key=lambda found: -verdict(x, exact, found).budget), what)
     else:
         rounding = max(float(found.abs().max()) if found.numel() else 0.0 for found in plain)
         assert x.isfinite().all(), what

@@ -46,8 +46,7 @@ def create(
     kind: str, settings: Any, length: int, padding: Tensor | None = None, cache: Any = None, **options: Any
 ) -> Any:
     """The mask that a model of these settings passes to its layers."""
-    hidden = torch.zeros(2, length, 1)
-    return CREATE[kind](settings, hidden, padding, **{CACHE: cache}, **options)
+    return CREATE[kind](settings, torch.zeros(2, length, 1), padding, **{CACHE: cache}, **options)
 
 
 def transformers_own(kind: str, settings: Any, *args: Any, **options: Any) -> Tensor:

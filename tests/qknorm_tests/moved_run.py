@@ -33,8 +33,7 @@ ZERO3 = {"stage3_gather_16bit_weights_on_model_save": True, "stage3_param_persis
 def by_ddp(folder: Path, rank: int) -> Any:
     """Rank 1 starts from another calibration."""
     model = kneed("lp", **({"knee": 0.5, "power": 3.0} if rank else {}))
-    ddp = DistributedDataParallel(model)
-    ddp(torch.arange(8)[None])
+    DistributedDataParallel(model)(torch.arange(8)[None])
     return model
 
 

@@ -74,8 +74,7 @@ def all_snippets(names: list[str], language: str) -> list[Snippet]:
 
 def links(name: str) -> list[str]:
     """The targets of the page's links and images, those to other sites left out."""
-    targets = re.findall(r"\]\(([^)\s]+)\)", prose_of(name))
-    return [target for target in targets if not re.match(r"[a-z]+:", target)]
+    return [target for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(name)) if not re.match(r"[a-z]+:", target)]
 
 
 def anchors(name: str) -> set[str]:

@@ -36,13 +36,11 @@ def checkpoint(tmp_path_factory) -> str:
 
 def test_pretraining_starts_near_the_unpatched_loss_and_ends_in_a_checkpoint(text, checkpoint, tmp_path):
     command = ["--checkpoint", checkpoint, "--text", text, "--calibration", "2", "--learning_rate", "1e-2"]
-    losses = pretrain.main([*command, *SMALL, "--output_dir", str(tmp_path)])
-    calibrated, end = losses.values()
+    calibrated, end = pretrain.main([*command, *SMALL, "--output_dir", str(tmp_path)]).values()
     assert calibrated == pytest.approx(tiny_loss(checkpoint, text), abs=0.01)
     assert end < calibrated
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.qk_norm["softcap"] == 50
-    noted = (tmp_path / "logits.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in noted] == [2, 4]
+    assert [json.loads(line)["step"] for line in (tmp_path / "logits.jsonl").read_text().splitlines()] == [2, 4]
 
 
 def test_a_run_replaces_or_resumes_an_earlier_one(text, checkpoint, tmp_path):

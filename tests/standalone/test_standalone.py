@@ -148,8 +148,7 @@ def test_an_installed_package_is_used_instead(folders):
         f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
         "print(type(model).__module__, type(model.config).__module__)"
     )
-    printed = child(script, home=folder.parent).split()
-    assert printed == ["hf_qknorm.model.derived", "hf_qknorm.model.derived"]
+    assert child(script, home=folder.parent).split() == ["hf_qknorm.model.derived", "hf_qknorm.model.derived"]
 
 
 NAMESAKES = {

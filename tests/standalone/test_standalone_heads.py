@@ -50,8 +50,7 @@ def cases(every: bool) -> Iterator[tuple[str, PreTrainedModel, dict[str, Any]]]:
             batch = {name: x for name, x in vision_cases.batches(case)[-1].items() if name != "labels"}
             yield auto, patch_model(vision_cases.made(case), Scheme(q="rms", k="rms", softcap=5.0)), batch
     for case, (_, auto, _) in vision_cases.CAPPED.items():
-        model = patch_model(vision_cases.made(case), Scheme(softcap=0.5))
-        yield auto, model, vision_cases.unlabelled(case)
+        yield auto, patch_model(vision_cases.made(case), Scheme(softcap=0.5)), vision_cases.unlabelled(case)
 
 
 @torch.no_grad()
@@ -67,8 +66,7 @@ def test_without_the_package_models_of_every_kind_compute_the_same(pytestconfig,
         arguments.append(f"{folder}:{auto}")
     child(ALONE, *arguments, home=tmp_path)
     for number, output in enumerate(expected):
-        found = load_file(tmp_path / str(number) / "alone.safetensors")["out"]
-        assert_near(found, output, 1e-5, arguments[number])
+        assert_near(load_file(tmp_path / str(number) / "alone.safetensors")["out"], output, 1e-5, arguments[number])
 
 
 @pytest.mark.parametrize(("name", "marked"), [*zip(IMAGES, ["model", "folder"], strict=True)])

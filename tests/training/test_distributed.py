@@ -50,8 +50,7 @@ def test_two_processes_give_the_loss_and_the_gradients_of_one(case, way, ran):
 def test_adapters_and_their_norms_train_in_two_processes_as_in_one(ran):
     model = job.adapted()
     model(**make_batch("plain")).loss.backward()
-    found = load_file(ran("adapter") / "adapter.safetensors")
-    assert_same(found, job.gradients(model), rtol=1e-4, least=0)
+    assert_same(load_file(ran("adapter") / "adapter.safetensors"), job.gradients(model), rtol=1e-4, least=0)
 
 
 @pytest.mark.slow
@@ -87,8 +86,7 @@ def test_sharding_and_mixed_precision_leave_knees_alone(process_group):
 @pytest.mark.slow
 def test_a_model_of_the_meta_device_takes_the_knees_that_rank_0_sends(ran):
     found = load_file(ran("sent") / "sent.safetensors")
-    expected = knees_of(job.made("shared"))
-    assert_identical(found, expected)
+    assert_identical(found, knees_of(job.made("shared")))
 
 
 def test_a_clip_changes_the_shards(process_group):

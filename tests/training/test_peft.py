@@ -116,8 +116,7 @@ def test_calibration_sets_the_copies_and_not_the_originals():
     plain, adapted = patched(), wrapped(patched(), fresh=True)
     before = {name: p.clone() for name, p in adapted.named_parameters() if "modules_to_save" not in name}
     expected = calibrate(plain, batches, knee=2)
-    report = calibrate(adapted, batches, knee=2)
-    assert report.chosen.loss == pytest.approx(expected.chosen.loss, rel=1e-5)
+    assert calibrate(adapted, batches, knee=2).chosen.loss == pytest.approx(expected.chosen.loss, rel=1e-5)
     gains = {name: p for name, p in plain.named_parameters() if ".self_attn." in name and "_norm." in name}
     assert len(gains) == 12
     for name, gain in gains.items():

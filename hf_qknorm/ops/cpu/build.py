@@ -143,8 +143,7 @@ def _library() -> Path:
     """The compiled library, in the folder of torch's extensions."""
     from torch.utils.cpp_extension import get_default_build_root  # it imports setuptools
 
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()
-    return Path(root) / name() / f"{name()}.so"
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()) / name() / f"{name()}.so"
 
 
 @cache
@@ -171,9 +170,8 @@ def _load() -> str | None:
     except Exception as error:  # no home, no space, no setuptools, or a compiler that fails
         reason = f"{type(error).__name__}: {error}"
         logger.warning(
-            "The attention kernels for this CPU are not available: %s. PyTorch computes attention instead, which takes "
-            "longer. To turn this message off, set %s=0 in the environment",
-            *(reason, SWITCH),
+            f"The attention kernels for this CPU are not available: {reason}. PyTorch computes attention instead, "
+            f"which takes longer. To turn this message off, set {SWITCH}=0 in the environment"
         )
         return reason
     return None
@@ -184,9 +182,8 @@ def _compile_and_load(library: Path) -> None:
 
     if missing := not library.exists():
         logger.warning(
-            "Compiling the attention kernels for this CPU, once, in about a minute: %s. Training waits for them, and "
-            "inference runs in PyTorch meanwhile",
-            library,
+            f"Compiling the attention kernels for this CPU, once, in about a minute: {library}. Training waits for "
+            "them, and inference runs in PyTorch meanwhile"
         )
     (library.parent / "lock").unlink(missing_ok=True)  # torch's, of a build that was killed: it would wait for ever
     cpp_extension.load(

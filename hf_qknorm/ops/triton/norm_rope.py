@@ -71,13 +71,7 @@ def forward(
 
 
 def backward(
-    dq: Tensor,
-    dk: Tensor | None,
-    q: Tensor,
-    k: Tensor | None,
-    q_norm: Norm,
-    k_norm: Norm,
-    rotary: Rotary | None,
+    dq: Tensor, dk: Tensor | None, q: Tensor, k: Tensor | None, q_norm: Norm, k_norm: Norm, rotary: Rotary | None
 ) -> tuple[Tensor | None, ...]:
     """Gradients of raw q and k, laid out as `[B, T, H, D]`, and of gain and bias of q's norm and of k's.
 

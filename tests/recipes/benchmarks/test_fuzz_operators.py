@@ -28,8 +28,7 @@ def faults(target: Target, seed: int, *, only_misfits: bool = False) -> list[str
 def test_cpp_operators(name: str, seed: int) -> None:
     if (reason := build.why_not()) is not None:
         pytest.skip(reason)
-    target = next(x for x in targets() if x.name == name)
-    assert faults(target, seed) == []
+    assert faults(next(x for x in targets() if x.name == name), seed) == []
 
 
 def write_around(values: Values) -> list[torch.Tensor]:
