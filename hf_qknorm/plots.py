@@ -133,8 +133,7 @@ def _draw_maps(
     to that of even attention in `layers`, so that two drawings can be compared.
     """
     rows, columns = len(logits), len(logits[0])
-    size = min(max(7.0 + 0.1 * columns, 8.0), 12.0), min(max(2.2 + 0.3 * rows, 3.8), 12.0)
-    figure = new_figure(*size)
+    figure = new_figure(min(max(7.0 + 0.1 * columns, 8.0), 12.0), min(max(2.2 + 0.3 * rows, 3.8), 12.0))
     figure.suptitle(title, fontsize=11, color=INK)
     axes = figure.subplots(1, 2, sharey=True)
     norm = LogNorm(cap / 16, 2 * cap, clip=True)

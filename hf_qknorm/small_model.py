@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.measure.logit_statistics import logit_statistics
+from hf_qknorm.model.attention import evaluating
 from hf_qknorm.training.logit_log import nan_as_inf
 
 LENGTH = 256  # tokens in a sequence
@@ -68,10 +69,8 @@ def train(
 @torch.no_grad()
 def mean_loss(model: Any, batches: list[Tensor]) -> float:
     """The mean next-token loss over batches `[B, T]`, in nats."""
-    training = model.training
-    model.eval()
-    losses = [float(model(input_ids=batch, labels=batch, use_cache=False).loss) for batch in batches]
-    model.train(training)
+    with evaluating(model):
+        losses = [float(model(input_ids=batch, labels=batch, use_cache=False).loss) for batch in batches]
     return sum(losses) / len(losses)
 
 

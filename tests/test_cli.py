@@ -41,7 +41,7 @@ def test_convert(source, tmp_path, capsys):
     assert cli.main(["convert", source, str(out)]) == 0
     assert "the gains are fresh" in capsys.readouterr().out
     assert cli.main(["convert", source, str(out)]) == 1
-    assert "exists and is not empty: give another destination, or overwrite=True (--over" in capsys.readouterr().err
+    assert "is not empty: give another destination, or overwrite=True (--over" in capsys.readouterr().err
     (tmp_path / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
     options = ["--data", str(tmp_path / "corpus.txt"), "--knee", "4", "--overwrite", "--length", "48"]
     scheme = ["--scheme", '{"q": "rms", "k": "rms", "gain": "per_head"}']

@@ -60,7 +60,7 @@ ERRORS = [
     (["demo", "--data", ""], "the text's source is empty, which would mean the working directory"),
     (["demo", "--data", "BINARY"], "BINARY is no text in UTF-8"),
     (["demo", "--data", "FOLDER"], "FOLDER: no text in it (in a folder, .txt"),
-    (["demo", "--data", "FILE"], "need more than 257 tokens for sequences of 256, got"),
+    (["demo", "--data", "FILE"], "expected over 257 tokens for sequences of 256, got"),
     (["demo", "--out", "FILE"], "FILE is a file: give a folder"),
     (["demo", "--out", "x" * 300], "File name too long"),
     (["demo", "--out", "BLOCKED"], "BLOCKED/demo.png is a folder"),

@@ -94,9 +94,7 @@ def check_folder(path: Path, *, overwrite: bool, sources: Iterable[Any] = ()) ->
     if not any(path.iterdir()):
         return
     if not overwrite:
-        raise FileExistsError(
-            f"{path} exists and is not empty: give another destination, or overwrite=True (--overwrite)"
-        )
+        raise FileExistsError(f"{path} is not empty: give another destination, or overwrite=True (--overwrite)")
     if not (path / CONFIG).is_file():
         raise FileExistsError(f"{path} holds no {CONFIG}, so it may not be overwritten: move it away")
     if found := other_files(path):

@@ -32,14 +32,14 @@ def norm_limits(model: Any) -> dict[str, dict[str, float | None]]:
     """By layer of a patched model, `gain_q`, `gain_k` and `bound` of `LayerStatistics`; every rank must call this."""
     layers, found = patched_layers(model), {}
     for name, layer in layers.items():
-        pairs = _ranges(layer, _key_layer(layer, layers))
+        pairs = _ranges(layer, layers)
         sides = zip(("gain_q", "gain_k"), zip(*pairs, strict=True), strict=True)
         gains = {side: max((part.gain for part in parts if part), default=None) for side, parts in sides}
         found[name] = {**gains, "bound": _bound(layer, pairs)}
     return found
 
 
-def _bound(layer: QKNormAttention, pairs: list[tuple[NormRange | None, NormRange | None]]) -> float | None:
+def _bound(layer: QKNormAttention, pairs: list[tuple[NormRange | None, ...]]) -> float | None:
     """The largest |logit| of a patched layer, before any cap, for any input; rounding may exceed it.
 
     None where queries or keys have no norm. In models that scale queries by position, it holds up to the model's
@@ -84,14 +84,7 @@ def rotary_scale(layer: QKNormAttention) -> float:
     return float(max(1.0, factor, *own))
 
 
-def _key_layer(layer: QKNormAttention, layers: Mapping[str, QKNormAttention]) -> QKNormAttention:
-    """The layer that computes the keys of `layer`: in Gemma 3n and 4 some layers share the keys of another."""
-    if not getattr(layer, "is_kv_shared_layer", False):
-        return layer
-    return next(x for x in layers.values() if x.store_full_length_kv and x.layer_type == layer.layer_type)
-
-
-def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> list[tuple[NormRange | None, NormRange | None]]:
+def _ranges(layer: QKNormAttention, layers: Mapping[str, QKNormAttention]) -> list[tuple[NormRange | None, ...]]:
     """The ranges of the norms of a layer's queries and keys, by part of a head; None for a side without a norm.
 
     Heads have one part, or where a latent is cached two: without and with RoPE.
@@ -108,6 +101,9 @@ def _ranges(layer: QKNormAttention, key_layer: QKNormAttention) -> list[tuple[No
                 found[name] = NormRange(gain, _lengths(norm, sizes[name][1]))
         parts = [("q_norm", "k_norm"), ("q_rope_norm", "k_rope_norm")]
         return [(found[q], found[k]) for q, k in parts if q in found]
+    key_layer = layer
+    if getattr(layer, "is_kv_shared_layer", False):  # in Gemma 3n and 4, which shares the keys of another
+        key_layer = next(x for x in layers.values() if x.store_full_length_kv and x.layer_type == layer.layer_type)
     names, together = layer.family.style.own_norms, layer.family.style.norms_together
     sides = zip((layer, key_layer), names, (heads, heads_kv), strict=True)
     q, k = (_own_range(x._modules.get(name), count, head_dim, together) for x, name, count in sides)

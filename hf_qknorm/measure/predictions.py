@@ -32,11 +32,10 @@ def require_causal(config: Any) -> None:
             "patch_model and train it, or take soft_cap, which needs no calibration"
         )
     if is_bidirectional(config):
-        remedy = "calibrate(model, batches) with labels of masked tokens calibrates it in memory"
-        if not hasattr(config, "vocab_size"):
-            remedy = "calibrate(model, batches) of images calibrates an encoder of images in memory"
+        inputs = "with labels of masked tokens" if hasattr(config, "vocab_size") else "of images"
         raise ValueError(
-            f"{name} has bidirectional attention and predicts no next token, which is measured here: {remedy}"
+            f"{name} has bidirectional attention and predicts no next token, which is measured here: calibrate(model, "
+            f"batches) {inputs} calibrates it in memory"
         )
 
 
@@ -99,10 +98,10 @@ def output_error(model: Any, batches: Batches) -> float:
     for batch in batches:
         taken = taken_inputs(model.base_model, batch)
         inputs = {name: x for name, x in model_inputs(model, batch).items() if name in taken}
-        outputs = [model.base_model(**inputs, use_cache=False)]
+        own = model.base_model(**inputs, use_cache=False)
         with as_unpatched(model):
-            outputs.append(model.base_model(**inputs, use_cache=False))
-        own, base = (x.get("last_hidden_state", x[0]) for x in outputs)  # a user's model may have logits alone
+            base = model.base_model(**inputs, use_cache=False)
+        own, base = (x.get("last_hidden_state", x[0]) for x in (own, base))  # a user's model may have logits alone
         real = is_real(batch).to(base.device) if "input_ids" in batch else slice(None)
         parts = (own.to(base.device) - base)[real], base[real]
         sums += torch.stack([part.double().square().sum() for part in parts]).cpu()

@@ -81,7 +81,7 @@ def tokenize(tokenizer: Any, text: Any) -> Tensor:
         ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
     except Exception as error:  # the libraries of tokenizers share no base class
         raise ValueError(
-            f"{where}: the tokenizer can't read the text ({shorten(str(error))}): restore its files"
+            f"{where}: the tokenizer can't read text ({shorten(str(error))}): restore its files"
         ) from error
     if text and not len(ids):
         raise ValueError(f"{where}: the tokenizer gives no tokens for {len(text):,} characters: restore its files")
@@ -91,9 +91,7 @@ def tokenize(tokenizer: Any, text: Any) -> Tensor:
 def sample_batches(ids: Tensor, count: int, batch: int, length: int, seed: int) -> list[Tensor]:
     """`count` batches `[batch, length]` from random places of ids `[N]`, reproducible by `seed`."""
     if len(ids) < length + 2:
-        raise ValueError(
-            f"need more than {length + 1} tokens for sequences of {length}, got {len(ids)}: give more text"
-        )
+        raise ValueError(f"expected over {length + 1} tokens for sequences of {length}, got {len(ids)}: give more text")
     generator = torch.Generator().manual_seed(seed)
     places = (torch.randint(len(ids) - length - 1, (batch,), generator=generator) for _ in range(count))
     return [torch.stack([ids[i : i + length] for i in starts.tolist()]) for starts in places]

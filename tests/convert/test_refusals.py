@@ -176,7 +176,7 @@ def test_other_refusals(llama, tmp_path):
     (tmp_path / "photos" / "one.png").write_text("")
     biased = save(trained_like("gpt2"), tmp_path / "biased")
     for arguments, message in (
-        ((llama, out), r"out exists and is not empty: .*--overwrite"),
+        ((llama, out), r"out is not empty: .*--overwrite"),
         ((llama, tmp_path / "photos", "qk_norm", {"overwrite": True}), "holds no config.json"),
         ((llama, llama / "LICENSE", "qk_norm", {"overwrite": True}), "LICENSE is a file"),
         ((out, tmp_path / "twice"), r"is converted already \(q=rms, k=rms\)"),
