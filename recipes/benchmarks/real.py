@@ -95,7 +95,7 @@ class Comparison:
         for text, batches in self.judging.items():
             base, own = predictions(model, batches)
             rise, same = own.loss - base.loss, own.agreement or 0.0
-            found["texts"][text] = {"rise": round(rise, 5), "kl": round(own.kl, 5), "same": round(same, 4)}
+            found["texts"][text] = {"rise": round(rise, 5), "kl": round(own.kl, 5), "same": round(same, 5)}
         return found
 
     @torch.no_grad()
@@ -133,9 +133,9 @@ def draw_kept(rows: list[Row], path: Path) -> None:
     rises = [max(row["texts"]["held-out"]["rise"], least) for row in rows]
     axes.plot(bounds, rises, color=INK, linestyle="--", marker="o", markersize=5, label="rise in loss, held-out")
     axes.set(xscale="log", yscale="log")
-    axes.set_xticks(bounds, [f"{row['bound']:.0f}\nknee {row['knee']:g}" for row in rows])
+    axes.set_xticks(bounds, [f"{row['bound']:.0f}\n{row['knee']:g}" for row in rows])
     axes.minorticks_off()
-    finish_axes(axes, "largest |logit| that any input can have", "nats per token")
+    finish_axes(axes, "largest |logit| that any input can have; below it, the knee", "nats per token")
     axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False, fontsize=9, labelcolor=INK)
     save_figure(figure, path)
 
