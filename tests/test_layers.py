@@ -1,6 +1,9 @@
-"""The package's layout: imports between folders point one way, and no module is long."""
+"""The package's layout: imports between folders point one way, nothing is above `ops`, and no module is long."""
 
 import ast
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -79,3 +82,34 @@ def folder_in(root: str, name: str) -> str:
 def test_no_module_is_long():
     lengths = {name: path.read_text(encoding="utf-8").count("\n") for name, path in MODULES.items()}
     assert not {name: lines for name, lines in lengths.items() if lines > LONGEST}
+
+
+PLAIN = ("reference.py", "__init__.py")
+BELOW = ("hf_qknorm.ops", "hf_qknorm.files", "hf_qknorm.version")
+ALONE = """
+import sys, types
+import torch
+before = set(sys.modules)
+package = types.ModuleType("hf_qknorm")
+package.__path__ = [sys.argv[1]]
+sys.modules["hf_qknorm"] = package
+import hf_qknorm.ops.library
+print(*sorted({name.split(".")[0] for name in set(sys.modules) - before}))
+"""
+
+
+def test_ops_import_nothing_above_them_and_kernels_not_their_oracle() -> None:
+    for path in (ROOT / "ops").rglob("*.py"):
+        lines = re.findall(r"^ *(?:from|import) .*", path.read_text(), re.MULTILINE)
+        names = [name for line in lines for name in re.findall(r"(?:from|import) ([\w.]+)", line)[:1]]
+        assert not [name for name in names if name.startswith("transformers")], path
+        assert all(name.startswith(BELOW) for name in names if name.startswith("hf_qknorm")), path
+        assert path.name in PLAIN or not [line for line in lines if "reference" in line], path
+
+
+@pytest.mark.costly
+def test_the_operators_load_without_transformers_or_triton() -> None:
+    command = [sys.executable, "-c", ALONE, str(ROOT)]
+    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert "hf_qknorm" in loaded
+    assert not {"transformers", "triton"} & set(loaded)

@@ -1,8 +1,10 @@
-"""Importing the package: quiet, without heavy packages, and with every public name."""
+"""Importing the package: quiet, without heavy packages, with every public name; and the wheel, with every file."""
 
 import ast
 import inspect
 import pickle
+import shutil
+import zipfile
 from importlib import import_module
 from pathlib import Path
 
@@ -61,3 +63,24 @@ def test_twenty_names_are_public_and_one_that_is_gone_names_its_replacement():
         assert str(error.value) == f"hf_qknorm.{name} is gone: {instead}"
     with pytest.raises(AttributeError, match="no attribute"):
         getattr(hf_qknorm, name.lower() + "_modle")
+
+
+ROOT = Path(hf_qknorm.__file__).parents[1]
+BUILD = "import os, sys; from setuptools import build_meta; os.chdir(sys.argv[1]); build_meta.build_wheel(sys.argv[2])"
+
+
+@pytest.mark.costly
+def test_the_wheel_has_every_file_of_the_package(tmp_path):
+    pytest.importorskip("setuptools.build_meta")
+    shutil.copytree(ROOT / "hf_qknorm", tmp_path / "source" / "hf_qknorm", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path / "source" / name)
+    child(BUILD, tmp_path / "source", tmp_path, home=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    suffixes = (".py", ".jinja", ".typed", ".h", ".cpp")
+    kept = [path for path in (ROOT / "hf_qknorm").rglob("*") if path.suffix in suffixes]
+    expected = {path.relative_to(ROOT).as_posix() for path in kept}
+    assert {"hf_qknorm/py.typed", "hf_qknorm/convert/card.md.jinja"} <= expected
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert files == expected

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, MambaConfig
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -67,44 +68,29 @@ def other_forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -
 
 
 # Models that "qk_norm_cap" can't be put on, and words of the refusal.
-REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "model type": (
         lambda: AutoModelForCausalLM.from_config(MambaConfig(**TINY)),
-        ("mamba", "no softmax attention", "The nearest supported type is 'zamba'"),
+        *("mamba", "no softmax attention", "The nearest supported type is 'zamba'"),
     ),
     "decoder of an encoder": (
         lambda: BertModel(BertConfig(**TINY, is_decoder=True, add_cross_attention=True)),
-        ("attend to an encoder too",),
+        "attend to an encoder too",
     ),
-    "cross-attention": (
-        lambda: GPT2LMHeadModel(GPT2Config(**TINY, add_cross_attention=True)),
-        ("add_cross_attention",),
-    ),
-    "PEFT's inner model": (
-        lambda: peft.get_peft_model(sharp_model("llama"), LORA).get_base_model(),
-        ("patch it first",),
-    ),
-    "PEFT": (lambda: peft.get_peft_model(sharp_model("llama"), LORA), ("get_peft_model",)),
-    "DDP": (
-        lambda: nn.parallel.DistributedDataParallel(sharp_model("llama")),
-        ("DistributedDataParallel", "patch it first"),
-    ),
-    "FSDP": (lambda: fully_shard(sharp_model("llama")), ("patch it first",)),
-    "data parallel": (lambda: nn.DataParallel(sharp_model("llama")), ("DataParallel",)),
-    "compiled": (lambda: torch.compile(sharp_model("llama"), backend="eager"), ("patch it first, then compile",)),
-    "compiled in place": (
-        lambda: changed(lambda model: model.compile(backend="eager")),
-        ("patch it first, then compile",),
-    ),
-    "quantised": (lambda: altered(hf_quantizer=object()), ("quantization_config",)),
-    "quantised by hand": (
-        lambda: changed(quantise),
-        ("LlamaAttention.q_proj", "no floating-point weight", "quantise it then"),
-    ),
-    "tensor parallel": (lambda: altered(_tp_size=2), ("tensor parallelism",)),
-    "norms on norms": (lambda: sharp_model("qwen3"), ("already normalises", "soft_cap")),
-    "another forward": (lambda: changed(replace_forward), ("model.layers.1.self_attn", "another tool")),
-    "another attention": (lambda: changed(replace_attention), ("no LlamaAttention",)),
+    "cross-attention": (lambda: GPT2LMHeadModel(GPT2Config(**TINY, add_cross_attention=True)), "add_cross_attention"),
+    "PEFT's inner model": (lambda: peft.get_peft_model(sharp_model("llama"), LORA).get_base_model(), "patch it first"),
+    "PEFT": (lambda: peft.get_peft_model(sharp_model("llama"), LORA), "get_peft_model"),
+    "DDP": (lambda: DistributedDataParallel(sharp_model("llama")), "DistributedDataParallel", "patch it first"),
+    "FSDP": (lambda: fully_shard(sharp_model("llama")), "patch it first"),
+    "data parallel": (lambda: nn.DataParallel(sharp_model("llama")), "DataParallel"),
+    "compiled": (lambda: torch.compile(sharp_model("llama"), backend="eager"), "patch it first, then compile"),
+    "compiled in place": (lambda: changed(lambda x: x.compile(backend="eager")), "patch it first, then compile"),
+    "quantised": (lambda: altered(hf_quantizer=object()), "quantization_config"),
+    "of integers": (lambda: changed(quantise), "LlamaAttention.q_proj", "no floating-point weight", "quantise it then"),
+    "tensor parallel": (lambda: altered(_tp_size=2), "tensor parallelism"),
+    "norms on norms": (lambda: sharp_model("qwen3"), "already normalises", "soft_cap"),
+    "another forward": (lambda: changed(replace_forward), "model.layers.1.self_attn", "another tool"),
+    "another attention": (lambda: changed(replace_attention), "no LlamaAttention"),
 }
 
 
@@ -112,7 +98,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_can_not_be_patched(case):
-    make, words = REFUSED[case]
+    make, *words = REFUSED[case]
     message = refuse(make())
     assert all(word in message for word in words)
 

@@ -1,16 +1,25 @@
-"""Calibration: gains in closed form, and refusals."""
+"""Calibration: gains in closed form, refusals, reports, and conversions of trained models, which keep the loss."""
+
+import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig, GPT2Config, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, GPT2Config, LlamaConfig, OPTConfig
 
-from hf_qknorm import Scheme, calibrate, patch_model
+from hf_qknorm import Calibration, Scheme, calibrate, patch_model
+from hf_qknorm.calibration.calibrate import HELD_OUT
 from hf_qknorm.calibration.gains import named_norms
-from hf_qknorm.measure.text import sequence_length
+from hf_qknorm.measure.batches import divided
+from hf_qknorm.measure.bounds import norm_limits
+from hf_qknorm.measure.predictions import evaluate
+from hf_qknorm.measure.text import load_text, sample_batches, sequence_length, tokenize
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.ops.reference import head_norm
+from hf_qknorm.small_model import byte_tokenizer, mean_loss
 from qknorm_tests.covering import covering
+from qknorm_tests.seeds import fixed
 from qknorm_tests.tables import norm_inputs
 from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model
@@ -147,3 +156,106 @@ def test_a_scheme_without_gains_has_nothing_to_calibrate(scheme):
     report = calibrate(model, [tokens(2, 20, seed) for seed in range(4)])
     assert report.loss == report.ones.loss
     assert str(report).startswith("calibrated: loss ")
+
+
+BASES = {"llama": (1.618, 2.599), "gpt2": (1.614, 2.083)}  # held-out loss before, and with fresh gains of RMS norms
+# The batches, and the share of the jump that each knee must remove. None searches: it needs not even 10,000 tokens.
+GATES = [("llama", "shared", None, 4, 0.98), ("gpt2", "shared", None, 10, 0.98), ("gpt2", "per_head", 0, 24, 0.59)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "gain", "knee", "count", "gate"), GATES)
+def test_how_much_of_the_jump_is_removed(shared, caplog, family, gain, knee, count, gate):
+    folder = shared / "checkpoints" / f"{family}-shakespeare"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    text = load_text(shared / "data" / "tinyshakespeare.txt")
+    cut = int(len(text) * 0.9)
+    seen, rest = tokenize(tokenizer, text[:cut]), tokenize(tokenizer, text[cut:])
+    held_out = sample_batches(rest, 6, 8, 256, seed=fixed(0))
+    base, fresh = BASES[family]
+    assert mean_loss(model, held_out) == pytest.approx(base, abs=1e-3)
+    with caplog.at_level(logging.WARNING, "hf_qknorm"):
+        patch_model(model, Scheme(q="auto", k="auto", gain=gain))
+    assert "calibrate(model, texts) restores it" in caplog.text
+    assert mean_loss(model, held_out) == pytest.approx(fresh, abs=1e-3)
+    report = calibrate(model, sample_batches(seen, count, 8, 256, seed=fixed(1)), knee=knee)
+    removed = (fresh - mean_loss(model, held_out)) / (fresh - base)
+    assert removed >= gate
+    reported = (report.ones.loss - report.loss) / (report.ones.loss - report.base.loss)
+    assert removed == pytest.approx(reported, abs=0.05)
+
+
+def made(scheme: str | Scheme) -> Calibration:
+    """The report of a small calibration."""
+    model = patch_model(tiny_model("llama", initializer_range=0.2), scheme)
+    return calibrate(model, [tokens(2, 20, seed) for seed in range(3)], knee=0)
+
+
+def test_reports_name_hub_repositories_and_no_local_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.txt").write_text("a line of text " * 100)
+    model = patch_model(tiny_model("llama", vocab_size=300), "qk_norm")
+    tokenizer = byte_tokenizer()
+
+    def base() -> str | None:
+        return calibrate(model, "corpus.txt", knee=0, tokenizer=tokenizer, max_tokens=256).base_model
+
+    model.name_or_path = "owner/llama"  # not loaded from the Hub: it may be the name of a local folder
+    assert base() is None
+    model.config._commit_hash = "0" * 40
+    assert base() == "owner/llama"
+    model.name_or_path = str(tmp_path)
+    assert base() is None
+
+
+@pytest.mark.parametrize(("count", "judged"), [(8, 80), (1, 20)])
+def test_reports_count_the_tokens_of_the_evaluation(count, judged):
+    report = calibrate(patch_model(tiny_model("llama"), "qk_norm"), [tokens(1, 20, x) for x in range(count)])
+    assert (report.tokens, report.judged) == (20 * count, judged)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "knee"), [(Scheme(q="rms", k="rms", gain="per_head"), 0), (Scheme(q="rms", k="rms"), 1.0)]
+)
+def test_reports_have_statistics_before_and_after_gains_and_bounds(scheme, knee):
+    batches = [{"input_ids": tokens(2, 20, seed)} for seed in range(3)]
+    model = patch_model(tiny_model("llama", initializer_range=0.2), scheme)
+    report = calibrate(model, batches, knee=knee)
+    _, judged = divided(batches, *HELD_OUT)
+    with as_unpatched(model):
+        before = evaluate(model, judged, 50.0, compared=False).after
+    after = evaluate(model, judged, 50.0, compared=False).after
+    assert list(report.layers) == list(patched_layers(model))
+    for name, layer in patched_layers(model).items():
+        got = report.layers[name]
+        assert got.after == after[name]
+        assert got.before.max_logit == before[name].max_logit != got.after.max_logit
+        assert got.after.bound == norm_limits(model)[name]["bound"] > max(got.after.max_logit)
+        gains = tuple(float(x.weight.detach().abs().max()) for x in (layer.q_norm, layer.k_norm))
+        assert (got.after.gain_q, got.after.gain_k) == gains
+    assert (report.base.kl, report.base.agreement) == (0, 1)
+    assert report.ones.kl > report.chosen.kl > 0
+    assert report.scheme == model.config.scheme
+    assert report.bound == max(layer.after.bound for layer in report.layers.values())
+    assert f"|logit| ≤ {report.bound:.1f} for any input, up to rounding" in str(report)
+    sides = {scheme: next(iter(made(scheme).layers.values())).after for scheme in ("qk_norm", "q_norm", "soft_cap")}
+    assert [(x.gain_q is None, x.gain_k is None) for x in sides.values()] == [(False,) * 2, (False, True), (True,) * 2]
+
+
+def test_without_a_language_modelling_head_there_are_no_predictions():
+    report = calibrate(patch_model(tiny_model("llama").base_model, "qk_norm"), [tokens(2, 20)], knee=0)
+    assert (report.base, report.ones, report.chosen, report.loss, report.kl) == (None,) * 5
+    end = (
+        f"hidden states change by {report.output_error:.2%}; |logit| ≤ {report.bound:.1f} for any input, up to rounding"
+    )
+    assert str(report) == f"calibrated: gains from 40 tokens; {end}"
+    assert "perplexity" not in report.table()
+    assert "layers.0.self_attn" in report.table()
+    assert Calibration.from_dict(report.to_dict()) == report
+
+
+def test_shares_are_relative_to_the_schemes_cap():
+    report = made(Scheme(q="rms", k="rms", softcap=2.0))
+    assert (report.cap, made("qk_norm").cap) == (2, 50)
+    assert any(share > 0 for layer in report.layers.values() for share in layer.before.over_cap)
+    assert "> 1 " in report.table()

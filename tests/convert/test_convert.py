@@ -1,8 +1,12 @@
-"""Converting a checkpoint gives the same model as patching it in memory, also where layers stay in files."""
+"""Converting a checkpoint gives the same model as patching it in memory, and writes all of it or nothing."""
 
 import json
 import os
+import signal
+import time
 from collections import ChainMap
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, checkpoint, convert_checkpoint, patch_model
+from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
 from hf_qknorm.model.placement import is_offloaded
+from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.covering import covering
 from qknorm_tests.folders import contents, loaded, save, save_with_tokenizer
@@ -162,3 +168,86 @@ def test_a_name_on_the_hub_is_downloaded_and_the_card_names_it(llama, tmp_path, 
     assert "base_model: owner/name\n" in card
     assert "[owner/name](https://huggingface.co/owner/name) with a logit cap" in card
     assert "ancestor" not in card
+
+
+OURS = {"README.md": "---\nlicense: mit\nbase_model: owner/ancestor\n---\n# Theirs\n", KEPT_CARD: "older"}
+
+
+def test_a_conversion_writes_card_code_and_report(llama, tmp_path):
+    for name, text in OURS.items():
+        (llama / name).write_text(text)
+    out = tmp_path / "out"
+    report = convert_checkpoint(llama, out, "qk_norm", data=TEXTS, knee=0)
+    assert {CODE_FILE, REPORT, CARD, KEPT_CARD, PLOT} <= {path.name for path in out.iterdir()}
+    card = (out / CARD).read_text()
+    assert "license: mit" in card
+    assert "base_model: owner/ancestor" in card
+    assert f"**{report.loss:.3f}**" in card
+    assert "`from_pretrained(..., trust_remote_code=True)` runs the repository's `modeling_qknorm.py`" in card
+    assert (out / KEPT_CARD).read_text() == OURS[CARD]
+    for name in (CARD, REPORT, "config.json"):
+        assert str(tmp_path) not in (out / name).read_text(), name
+    convert_checkpoint(llama, out, "qk_norm", data=TEXTS, knee=0, overwrite=True)  # replaces all of these files
+    AutoModelForCausalLM.from_pretrained(out).save_pretrained(tmp_path / "again")
+    assert Calibration.load(tmp_path / "again" / REPORT) == report == Calibration.load(out / REPORT)
+
+
+def test_files_of_another_conversion_are_not_taken_over(llama, tmp_path):
+    convert_checkpoint(llama, tmp_path / "first", "soft_cap", data=TEXTS)
+    for name in (CARD, CODE_FILE, REPORT, PLOT):
+        (llama / name).write_bytes((tmp_path / "first" / name).read_bytes())
+    convert_checkpoint(llama, tmp_path / "out", "qk_norm", standalone=False)
+    assert not {CODE_FILE, REPORT, PLOT} & {path.name for path in (tmp_path / "out").iterdir()}
+    assert (tmp_path / "out" / CARD).read_text() != (llama / CARD).read_text()
+
+
+def test_code_that_can_not_be_made_is_refused_with_the_way_out(llama, tmp_path, monkeypatch):
+    monkeypatch.setitem(NORMS, "own", NormKind("a norm of one's own"))
+    scheme = {"q": "own", "k": "own"}
+    for dry_run in (True, False):
+        with pytest.raises(ValueError, match="norm 'own' is not hf_qknorm's own.*standalone=False.*--no-standalone"):
+            convert_checkpoint(llama, tmp_path / "out", scheme, dry_run=dry_run)
+    assert not (tmp_path / "out").exists()
+    convert_checkpoint(llama, tmp_path / "out", scheme, standalone=False)
+    monkeypatch.setattr("hf_qknorm.standalone.generate.standalone_code", lambda model_type: {}[model_type])
+    with pytest.raises(ValueError, match="no stand-alone code can be made for llama .*KeyError: 'llama'"):
+        convert_checkpoint(llama, tmp_path / "other", "qk_norm")
+
+
+def convert(source: Path, out: Path, data: object) -> None:
+    convert_checkpoint(source, out, "qk_norm_cap", data=data, knee=data and 0, overwrite=True)
+
+
+def kills(source: Path, out: Path, data: object, count: int) -> Iterator[int]:
+    """Convert in children that are killed after even shares of a conversion's time; yield the signal of each end."""
+    start = time.monotonic()
+    convert(source, out.with_name("timed"), data)
+    seconds = time.monotonic() - start
+    for moment in range(count):
+        child = os.fork()
+        if child == 0:
+            try:
+                convert(source, out, data)
+            finally:
+                os._exit(0)
+        time.sleep(seconds * 1.2 * moment / count)
+        os.kill(child, signal.SIGKILL)
+        yield os.waitpid(child, 0)[1]
+
+
+@pytest.mark.costly
+@pytest.mark.parametrize(
+    ("data", "count"),
+    [(None, 6), *(pytest.param(data, 30, marks=pytest.mark.slow) for data in (None, BATCHES))],
+    ids=["fresh", "fresh, often", "calibrated, often"],
+)
+def test_a_kill_leaves_nothing_or_a_whole_checkpoint(llama, tmp_path, data, count):
+    before, out = contents(llama), tmp_path / "out"
+    whole, killed = None, 0
+    for status in kills(llama, out, data, count):
+        whole = whole or contents(tmp_path / "timed")
+        killed += os.WIFSIGNALED(status)
+        if out.exists():
+            assert contents(out) == whole
+    assert killed
+    assert contents(llama) == before

@@ -18,17 +18,13 @@ needs_add_adapter = pytest.mark.skipif(
 )
 
 
+@torch.no_grad()
 def adapted(model: PreTrainedModel, *, seed: int = 0, **options: Any) -> peft.PeftModel:
     """LoRA on all projections to q, k and v, with random weights in both matrices."""
     family = FAMILIES[model.config.base_model_type]
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(family.style.weights), **options))
-    set_adapters(wrapped, seed)
-    return wrapped.eval()
-
-
-@torch.no_grad()
-def set_adapters(model: peft.PeftModel, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
+    for name, parameter in wrapped.named_parameters():
         if "lora_B" in name:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return wrapped.eval()

@@ -19,6 +19,7 @@ from hf_qknorm import FAMILIES, SCHEMES, Scheme, patch_model, unpatch_model
 from hf_qknorm.calibration.gains import named_norms
 from hf_qknorm.families import Family, known_families
 from hf_qknorm.families.class_names import PARTS
+from hf_qknorm.model.attention import patched_layers
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.norms import HeadNorm
 from qknorm_tests.covering import covering
@@ -199,6 +200,14 @@ def fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """Class, structure, config and attributes of a model, without its numbers."""
     flags = {name: sorted(vars(module)) for name, module in model.named_modules()}
     return type(model), str(model), model.config.to_dict(), type(model.config), list(model.state_dict()), flags
+
+
+def hooks(model: nn.Module) -> list[Any]:
+    """All hooks and observers on the modules of a model."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [getattr(module, kind) for module in model.modules() for kind in kinds]
+    watched = [layer for layer in patched_layers(model).values() if layer.observers or "v_norm" in layer._modules]
+    return [*filter(None, found), *watched]
 
 
 def out_of(result: Any) -> Tensor:

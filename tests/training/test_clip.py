@@ -22,9 +22,8 @@ from qknorm_tests.covering import covering
 from qknorm_tests.head_rows import ROWS, attention_layers, outputs_first
 from qknorm_tests.operator_calls import call
 from qknorm_tests.short_runs import counting, trainer
-from qknorm_tests.tables import fingerprint, make_batch, real, sharp_model
+from qknorm_tests.tables import fingerprint, hooks, make_batch, real, sharp_model
 from qknorm_tests.tiny import tiny_model
-from qknorm_tests.watched import hooks
 
 
 class Recorder:
@@ -46,8 +45,7 @@ class Recorder:
 
 def dense_maxima(layer: QKNormAttention, q: Tensor, k: Tensor, scale: float, batch: dict[str, Any]) -> Tensor:
     """The largest visible logit of each head, from all logits."""
-    group = q.shape[1] // k.shape[1]
-    logits = scale * q @ k.repeat_interleave(group, 1).transpose(-1, -2)
+    logits = scale * q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2)
     row, column = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     seen = (column <= row) & (column > row - (layer.window or 1000))
     tokens = real(batch)
@@ -106,14 +104,13 @@ def test_with_one_side_normed_the_other_takes_the_whole_factor(scheme, moved):
     before, recorder, batch = copy.deepcopy(model), Recorder(model), make_batch("plain")
     clip = QKClip(model, threshold=2.0)
     model(**batch)
-    inputs = recorder.inputs
     ((name, layer),) = patched_layers(model).items()
     (factor,) = clip.step().values()
     changed = {
         path for (path, p), old in zip(model.named_parameters(), before.parameters(), strict=True) if (p != old).any()
     }
     assert {path.split(".")[-2] for path in changed} == set(moved or {"q_proj", "k_proj"})
-    layer(*inputs[name][0], **inputs[name][1])
+    layer(*recorder.inputs[name][0], **recorder.inputs[name][1])
     largest = dense_maxima(layer, *recorder.heads[name], batch)
     torch.testing.assert_close(largest[factor < 1].max(), torch.tensor(2.0).double(), rtol=1e-4, atol=0)
 
