@@ -80,9 +80,7 @@ def tokenize(tokenizer: Any, text: Any) -> Tensor:
     try:
         ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.long)
     except Exception as error:  # the libraries of tokenizers share no base class
-        raise ValueError(
-            f"{where}: the tokenizer can't read text ({shorten(str(error))}): restore its files"
-        ) from error
+        raise ValueError(f"{where}: the tokenizer fails ({shorten(str(error))}): restore its files") from error
     if text and not len(ids):
         raise ValueError(f"{where}: the tokenizer gives no tokens for {len(text):,} characters: restore its files")
     return ids
@@ -187,6 +185,7 @@ def _inputs(model: Any, item: Any) -> dict[str, Tensor]:
     taken = taken_inputs(model, batch)
     if "input_ids" in batch and "pixel_values" in batch.keys() - taken:
         raise ValueError(f"a batch has pixel_values, and {type(model).__name__} takes no images: give text alone")
+    taken |= batch.keys() & INPUTS.keys()  # of one that it does not take, `check_inputs` gives the reason
     found = {name: x for name, x in batch.items() if name in taken and isinstance(x, Tensor) and x.dim()}
     if not any(name in found and found[name].dim() == dims for name, dims in INPUTS.items()):
         shown = ", ".join(f"{name} {list(getattr(x, 'shape', '')) or type(x).__name__}" for name, x in batch.items())
