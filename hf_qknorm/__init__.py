@@ -52,7 +52,7 @@ _LATE = {
 _GONE = {
     "BlendSchedule": "KneeSchedule starts at the unpatched model too",
     "CapSchedule": "patch with the cap from the start",
-    "Inspection": "inspect_model returns one, of hf_qknorm.inspection.report",
+    "Inspection": "inspect_model returns one, of hf_qknorm.reports.inspection",
     "LogitStatistics": "logit_statistics yields them, of hf_qknorm.measure.logit_statistics",
     "MuonClip": "recipes/muon_clip.py shows torch.optim.Muon with QKClip",
     "NativeExport": "export_native returns one, of hf_qknorm.convert.export",

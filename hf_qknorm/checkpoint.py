@@ -22,16 +22,16 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from hf_qknorm.families.class_names import PREFIX, TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.log import logger
-from hf_qknorm.files.names import CARD, CONFIG, GENERATED, INDEX, SINGLE, TOKENIZER_FILES, check_inside, side_files
+from hf_qknorm.files.names import CARD, CONFIG, GENERATED, INDEX, SINGLE, check_inside, has_tokenizer, side_files
 from hf_qknorm.files.paths import is_repo_id, user_path
-from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.files.untrusted import load_tokenizer, read_json
 from hf_qknorm.model.config_checks import check_settings, describe_error
 from hf_qknorm.model.derived import derived_model
 
@@ -141,23 +141,6 @@ def load_causal(source: Source, **options: Any) -> Any:
     model = load_model(source, **options)
     model.name_or_path = source.name
     return model
-
-
-def load_tokenizer(name: str | Path) -> Any:
-    """Load the tokenizer of a folder or Hub name. Raises OSError or ValueError, naming it, if there is none."""
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # of each tokenizer library, and of transformers, whose messages have paragraphs
-        kind = OSError if isinstance(error, OSError) else ValueError
-        problem = " ".join(str(error).split())
-        raise kind(
-            f"{name}: no tokenizer can be loaded: {problem}. Copy its files there, or in Python pass tokenizer="
-        ) from error
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has files of a tokenizer."""
-    return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
 
 def copied_files(source: Source) -> list[Path]:

@@ -206,7 +206,7 @@ def monitor(
     """Draw the log of a LogitMonitor by layer and step."""
     from hf_qknorm.files.paths import check_writable, user_path
     from hf_qknorm.plots import draw_log
-    from hf_qknorm.training.logit_log import read_log
+    from hf_qknorm.reports.logit_log import read_log
 
     picture = user_path(out, "--out")
     check_writable(picture)

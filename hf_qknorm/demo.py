@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_qknorm.calibration.calibrate import calibrate
-from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source, quiet_transformers
+from hf_qknorm.checkpoint import load_causal, open_source, quiet_transformers
 from hf_qknorm.convert.card import write_card
 from hf_qknorm.families import family_of
 from hf_qknorm.files.atomic_io import new_folder
@@ -27,13 +27,14 @@ from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.paths import check_folder, check_writable, user_path
 from hf_qknorm.files.progress import progress_bar
-from hf_qknorm.inspection.report import scheme_name
+from hf_qknorm.files.untrusted import load_tokenizer
 from hf_qknorm.measure.batches import check_batches
 from hf_qknorm.measure.predictions import require_causal
 from hf_qknorm.measure.text import check_text, load_text, sample_batches, sequence_length, tokenize
 from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.patch import patch_model
 from hf_qknorm.plots import draw_demo
+from hf_qknorm.reports.inspection import scheme_name
 from hf_qknorm.reports.report import save_json
 from hf_qknorm.scheme import Scheme
 from hf_qknorm.small_model import LENGTH, Run, aligned, byte_tokenizer, mean_loss, measure, small_llama, train

@@ -156,8 +156,9 @@ def attention_error(device: torch.device, name: str) -> Verdict:
     """The verdict on a model of dtype `name` with `hf_qknorm` attention: on logits and gradients, each of length 1."""
     import torch
 
-    from hf_qknorm import Scheme, patch_model
     from hf_qknorm.ops.error_budget import Verdict, verdict
+    from hf_qknorm.patch import patch_model
+    from hf_qknorm.scheme import Scheme
     from hf_qknorm.small_model import small_llama
 
     dtype = getattr(torch, name)

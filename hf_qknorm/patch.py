@@ -12,18 +12,17 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_qknorm.attend import functions
-from hf_qknorm.families import Family, family_of
+from hf_qknorm.families import family_of
 from hf_qknorm.files.log import logger
 from hf_qknorm.model.accelerate_hooks import check_offload
 from hf_qknorm.model.adapters import is_adapter_layer
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.model.config_checks import no_attention_error
 from hf_qknorm.model.config_owners import check_one_config, config_owners, set_config, share_backend, share_config
 from hf_qknorm.model.configs import QKNormConfig, check_names, derived_architectures
 from hf_qknorm.model.derived import QKNormModel, derived_config, set_model_class, use_derived_classes
 from hf_qknorm.model.fold import check_foldable, fold_pre_norms
 from hf_qknorm.model.in_memory import InMemoryName, mark_in_memory
-from hf_qknorm.model.install import install, own_layers, uninstall
+from hf_qknorm.model.install import install, require_own_forward, uninstall
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import drop_record
 from hf_qknorm.model.rollback import undone_on_error
@@ -234,25 +233,6 @@ def _require_bare(model: Any) -> None:
             "this model is sharded by tensor parallelism: patch and save it first, then load the patched checkpoint "
             "with distributed_config=DistributedConfig(tp_size=...)"
         )
-
-
-def require_own_forward(model: PreTrainedModel, family: Family) -> dict[str, Any]:
-    """The family's attention modules in `model`, by name.
-
-    Refuses a model without any, and one whose attention forward another tool has replaced.
-    """
-    layers = own_layers(model, family)
-    if not layers:
-        raise no_attention_error(model, family.attention)
-    for name, layer in layers.items():
-        hooked = getattr(layer, "_hf_hook", None) is not None
-        replaced = "forward" in vars(layer) and not hooked
-        if replaced or not type(layer).forward.__module__.startswith("transformers."):
-            raise ValueError(
-                f"{name}: another tool has replaced the forward of {family.attention}, and patching would replace it "
-                "again. Load the model afresh and patch it first"
-            )
-    return layers
 
 
 def _log(model: PreTrainedModel, scheme: Scheme) -> None:

@@ -18,9 +18,9 @@ from hf_qknorm.files.atomic_io import replace_file
 from hf_qknorm.files.formatting import format_fixed
 
 if TYPE_CHECKING:
-    from hf_qknorm.inspection.report import Inspection
+    from hf_qknorm.reports.inspection import Inspection
+    from hf_qknorm.reports.logit_log import LogitSample
     from hf_qknorm.reports.report import Calibration
-    from hf_qknorm.training.logit_log import LogitSample
 
 LARGEST = 1e12  # larger numbers are drawn here: axes overflow near the largest floats
 COLUMNS = 400  # of a map of steps: in a longer log, a column shows the worst of several samples

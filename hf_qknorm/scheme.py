@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from typing import Any, Final
 
 from hf_qknorm.files.formatting import shorten
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 
 GAINS: Final = ("shared", "per_head", "scalar", "none")
 

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrai
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.measure.logit_statistics import logit_statistics
 from hf_qknorm.model.attention import evaluating
-from hf_qknorm.training.logit_log import nan_as_inf
+from hf_qknorm.reports.logit_log import nan_as_inf
 
 LENGTH = 256  # tokens in a sequence
 

@@ -5,7 +5,8 @@ import torch
 import transformers
 
 from hf_qknorm import patch_model
-from hf_qknorm.checkpoint import load_causal, load_model, load_tokenizer, open_source
+from hf_qknorm.checkpoint import load_causal, load_model, open_source
+from hf_qknorm.files.untrusted import load_tokenizer
 from hf_qknorm.inspection import inspect
 from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.model.placement import placement

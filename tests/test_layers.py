@@ -85,7 +85,7 @@ def test_no_module_is_long():
 
 
 PLAIN = ("reference.py", "__init__.py")
-BELOW = ("hf_qknorm.ops", "hf_qknorm.files", "hf_qknorm.version")
+BELOW = ("hf_qknorm.ops", "hf_qknorm.norms", "hf_qknorm.files", "hf_qknorm.version")
 ALONE = """
 import sys, types
 import torch

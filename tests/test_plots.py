@@ -9,10 +9,10 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from hf_qknorm import SCHEMES, Calibration
-from hf_qknorm.inspection.report import Inspection
 from hf_qknorm.plots import draw_calibration, draw_inspection, draw_log, save_figure
+from hf_qknorm.reports.inspection import Inspection
+from hf_qknorm.reports.logit_log import LogitSample
 from hf_qknorm.reports.records import LayerReport, LayerStatistics, Prediction
-from hf_qknorm.training.logit_log import LogitSample
 from qknorm_tests.covering import covering
 
 VALUES = [0.0, 1e300, math.inf, math.nan]

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from hf_qknorm import SCHEMES, Scheme
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 from hf_qknorm.scheme import field_values
 
 SPELT_OUT = Scheme(q="lp", v="layer", gain="per_head", bias=True, p=3, scale=0.3, softcap=5, eps=1e-3)

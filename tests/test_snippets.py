@@ -21,7 +21,7 @@ from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
 from hf_qknorm import SCHEMES, cli
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 from qknorm_tests.doc_examples import names
 from qknorm_tests.pages import NAMES, NO_RUN, ROOT, WRITTEN, Snippet, all_snippets, snippets, text_of
 

@@ -13,8 +13,6 @@ from transformers.utils import is_tracing
 
 from hf_qknorm.attend.calls import KEYS
 from hf_qknorm.attend.mask_functions import MaskFunction, Spans, known, read
-from hf_qknorm.families import family_of_type
-from hf_qknorm.families.family import nowhere
 
 CHUNK = 1 << 22  # entries of a mask that are read together
 
@@ -68,7 +66,7 @@ def structured_mask(
     model_type = getattr(config, "base_model_type", getattr(config, "model_type", ""))
     if model_type in COMPUTES_WITH_MASKS:
         return masking_utils.eager_mask(batch_size, **sizes, **whole, **how, **kwargs)
-    if _runs_own_forward(config) and q_length > 1:
+    if getattr(config, "runs_own_forward", True) and q_length > 1:
         kwargs["allow_is_causal_skip"] = False
     kwargs["local_size"] = None if _layers_pass(local_size, mask_function, config) else local_size
     build = partial(masking_utils.sdpa_mask, batch_size, **sizes)
@@ -121,14 +119,9 @@ def _spans(
     return spans
 
 
-def _runs_own_forward(config: Any) -> bool:
-    """Whether the model's own forward calls the attention function: it may pass neither causality nor a window."""
-    return family_of_type(getattr(config, "base_model_type", "")).runs_own_forward(config)
-
-
 def _layers_pass(window: int | None, function: MaskFunction, config: Any) -> bool:
     """Whether the layers of this config's model pass the function's window to their attention function too."""
-    if window is None or _runs_own_forward(config) or family_of_type(config.base_model_type).slides is nowhere:
+    if window is None or not getattr(config, "passes_window", False):
         return False
     chunked = getattr(config, "attention_chunk_size", None) is not None  # then it may be the chunks' size
     if chunked or window != getattr(config, "sliding_window", None):

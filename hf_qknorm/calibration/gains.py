@@ -19,7 +19,7 @@ from hf_qknorm.model.fold import set_spread
 from hf_qknorm.model.install import as_unpatched
 from hf_qknorm.model.knees import centred_and_size
 from hf_qknorm.model.norms import NORM_FIELDS, HeadNorm
-from hf_qknorm.ops.norms import NORMS, PLAIN, Shape
+from hf_qknorm.norms import NORMS, PLAIN, Shape
 
 LOG_STEP = math.log(2) / 2  # between the logarithms of neighbouring points of the grid
 MARGIN = 4.0  # the text's mean |x|ᵖ may differ by this factor from the expected one

@@ -13,17 +13,17 @@ import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
 from hf_qknorm.attend.functions import CAP_BACKENDS
-from hf_qknorm.checkpoint import has_tokenizer, read_config
+from hf_qknorm.checkpoint import read_config
 from hf_qknorm.families import family_of_type
 from hf_qknorm.families.class_names import PREFIX, classes_of
 from hf_qknorm.families.counterparts import counterpart
 from hf_qknorm.files.atomic_io import replace_file, replace_text
 from hf_qknorm.files.formatting import format_fixed, shorten
 from hf_qknorm.files.log import logger
-from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
+from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT, has_tokenizer
 from hf_qknorm.files.paths import check_repo_id, is_repo_id, user_path
 from hf_qknorm.model.configs import QKNormConfig
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.reports.report import Calibration
 

@@ -14,13 +14,13 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, Mo
 from huggingface_hub.errors import HfHubHTTPError
 from transformers import PreTrainedModel
 
-from hf_qknorm.checkpoint import HTTPError, has_tokenizer, keep_tokenizer_class, open_source
+from hf_qknorm.checkpoint import HTTPError, keep_tokenizer_class, open_source
 from hf_qknorm.convert.card import PLACEHOLDER, is_generated_card, reads_text, write_card
 from hf_qknorm.families.class_names import TYPE_PREFIX
 from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.log import logger
-from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, WEIGHTS, model_files
+from hf_qknorm.files.names import CARD, CONFIG, KEPT_CARD, WEIGHTS, has_tokenizer, model_files
 from hf_qknorm.files.paths import check_repo_id, user_path
 from hf_qknorm.files.untrusted import read_json
 from hf_qknorm.model.derived import QKNormModel

@@ -56,6 +56,11 @@ def other_files(folder: Path) -> list[str]:
     return [f"{name}/" if found[name].is_dir() else str(name) for name in sorted(found.keys() - known)]
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has files of a tokenizer."""
+    return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+
 def check_inside(folder: Path, path: Path) -> None:
     """Raise ValueError for a file outside its folder, and outside the blobs of a snapshot in the Hub's cache."""
     real, roots = Path(os.path.realpath(path)), [Path(os.path.realpath(folder))]

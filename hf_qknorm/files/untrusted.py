@@ -69,3 +69,17 @@ def check_finite(data: Any, where: str) -> None:
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list | tuple) else ()
     for name, item in items:
         check_finite(item, f"{where}[{name}]" if isinstance(name, int) else f"{where}.{name}")
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """Load the tokenizer of a folder or Hub name. Raises OSError or ValueError, naming it, if there is none."""
+    from transformers import AutoTokenizer  # the command's help needs none
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # of each tokenizer library, and of transformers, whose messages have paragraphs
+        kind = OSError if isinstance(error, OSError) else ValueError
+        problem = " ".join(str(error).split())
+        raise kind(
+            f"{name}: no tokenizer can be loaded: {problem}. Copy its files there, or in Python pass tokenizer="
+        ) from error

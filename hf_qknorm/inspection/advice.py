@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from hf_qknorm.inspection.report import Advice, Inspection, scheme_name
+from hf_qknorm.reports.inspection import Advice, Inspection, scheme_name
 from hf_qknorm.scheme import SCHEMES, Scheme
 
 HARMLESS_LOSS = 0.1  # of the largest logit: a cap that takes less is harmless where its KL was not measured

@@ -16,12 +16,11 @@ from transformers.utils import ModelOutput
 
 from hf_qknorm.calibration.gains import ClosedFormGains
 from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, cost
-from hf_qknorm.checkpoint import load_causal, load_tokenizer, open_source
+from hf_qknorm.checkpoint import load_causal, open_source
 from hf_qknorm.families import family_of
 from hf_qknorm.files.log import logger
-from hf_qknorm.files.untrusted import check_positive
+from hf_qknorm.files.untrusted import check_positive, load_tokenizer
 from hf_qknorm.inspection.advice import advise, knee_scheme, wide_cap
-from hf_qknorm.inspection.report import Inspection, scheme_name
 from hf_qknorm.measure import text
 from hf_qknorm.measure.batches import Batches, check_batches, count_tokens, divided, longest_sequence
 from hf_qknorm.measure.bounds import worst_bound
@@ -33,6 +32,7 @@ from hf_qknorm.model.configs import QKNormConfig
 from hf_qknorm.model.placement import placement
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.patch import patch_model, unpatch_model
+from hf_qknorm.reports.inspection import Inspection, scheme_name
 from hf_qknorm.reports.records import Prediction
 from hf_qknorm.scheme import SCHEMES, Scheme
 

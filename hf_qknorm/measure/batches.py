@@ -12,8 +12,8 @@ from torch import Tensor
 
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.families.class_names import TYPE_PREFIX
-from hf_qknorm.measure.passes import without_padding
 from hf_qknorm.model.accelerate_hooks import input_device
+from hf_qknorm.model.passes import without_padding
 
 IGNORED: Final = -100  # the target of a position that predicts nothing
 MIN_TARGETS: Final = 16  # tokens to predict: fewer do not show how a model predicts

@@ -14,10 +14,9 @@ from transformers import PreTrainedModel
 from hf_qknorm.families import REFUSED, family_of
 from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.logits import call_to_measure, measure
-from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
-from hf_qknorm.model.install import install, own_layers, uninstall
-from hf_qknorm.patch import require_own_forward
+from hf_qknorm.model.install import install, own_layers, require_own_forward, uninstall
+from hf_qknorm.model.passes import PassFilter
 from hf_qknorm.scheme import SCHEMES
 
 CAP = 50.0  # the default for shares of large logits: the cap of Rybakov et al. 2024 and of Gemma 2

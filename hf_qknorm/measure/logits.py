@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_qknorm.attend.calls import make_call, span, with_ranges
-from hf_qknorm.measure.passes import sees
+from hf_qknorm.model.passes import sees
 from hf_qknorm.ops import library, tiled
 from hf_qknorm.ops.cpu import attention as cpu_attention
 from hf_qknorm.ops.types import Call, Heads

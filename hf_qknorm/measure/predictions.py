@@ -15,9 +15,9 @@ from hf_qknorm.files.progress import progress_bar
 from hf_qknorm.measure.batches import IGNORED, Batches, is_bidirectional, is_real, model_inputs, targets
 from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import LogitStatistics, watched_layers
-from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.measure.text import taken_inputs
 from hf_qknorm.model.install import as_unpatched
+from hf_qknorm.model.passes import PassFilter
 from hf_qknorm.reports.records import LayerStatistics, Prediction
 
 MOST_KEPT = 1_000_000_000

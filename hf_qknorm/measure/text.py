@@ -16,10 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils import TransformersKwargs
 
-from hf_qknorm.checkpoint import load_tokenizer
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.files.paths import LONGEST, user_path
-from hf_qknorm.files.untrusted import check_count, read_start
+from hf_qknorm.files.untrusted import check_count, load_tokenizer, read_start
 from hf_qknorm.measure.batches import count_tokens
 
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".csv")

@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from hf_qknorm.families import FAMILIES, check_scheme
+from hf_qknorm.families import FAMILIES, check_scheme, family_of_type
 from hf_qknorm.families.class_names import AUTO_CLASSES, COMPARED, PREFIX, TYPE_PREFIX, types_of
+from hf_qknorm.families.family import nowhere
 from hf_qknorm.files.formatting import shorten
 from hf_qknorm.model.config_checks import check_settings, config_errors, config_file
 from hf_qknorm.scheme import Scheme
@@ -52,6 +53,16 @@ class QKNormConfig(_Config):
         if self.qk_norm is not None:
             scheme = Scheme.of(self.qk_norm) if stored_type is None else Scheme.stored(self.qk_norm)
             self.set_scheme(scheme, stated_cap=self.attn_logit_softcapping)
+
+    @property
+    def runs_own_forward(self) -> bool:
+        """Whether the model's own forward calls the attention function: it may pass neither causality nor a window."""
+        return family_of_type(self.base_model_type).runs_own_forward(self)
+
+    @property
+    def passes_window(self) -> bool:
+        """Whether layers pass their window to the attention function, as well as to the mask."""
+        return not self.runs_own_forward and family_of_type(self.base_model_type).slides is not nowhere
 
     @property
     def scheme(self) -> Scheme:

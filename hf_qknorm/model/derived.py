@@ -37,7 +37,7 @@ from hf_qknorm.model.load_checks import check_loaded, check_shapes, check_stored
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.record import load_record, write_record
 from hf_qknorm.model.tensor_parallel import plan_norms
-from hf_qknorm.ops.norms import PLAIN
+from hf_qknorm.norms import PLAIN
 from hf_qknorm.standalone.generate import set_auto_map
 
 if TYPE_CHECKING:  # mixins precede a model's own class and use its methods
@@ -108,9 +108,8 @@ class QKNormModel(_Model):
         """Check a backend as transformers does, and refuse one that would drop a cap."""
         softcap = self.config.scheme.softcap
         if softcap is not None:
-            own_forward = family_of_type(self.config.base_model_type).runs_own_forward(self.config)
             requested_attention = functions.cap_backend(
-                requested_attention, softcap, self.config, own_forward=own_forward
+                requested_attention, softcap, self.config, own_forward=self.config.runs_own_forward
             )
         return super().get_correct_attn_implementation(requested_attention, is_init_check)
 

@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_qknorm.families import Family
 from hf_qknorm.model.attention import QKNormAttention, patched_layers
 from hf_qknorm.model.weights import check_not_copied, check_unshared
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 
 PLAIN_WEIGHTS: Final = (nn.Parameter, DTensor)  # a quantiser's tensors lose changes in place, or refuse them
 

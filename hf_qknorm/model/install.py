@@ -38,6 +38,24 @@ def own_layers(model: nn.Module, family: Family) -> dict[str, Any]:
     return {n: m for n, m in modules.items() if type(getattr(m, "config", None)) is config and calls_interface(m)}
 
 
+def require_own_forward(model: nn.Module, family: Family) -> dict[str, Any]:
+    """The family's attention modules in `model`, by name.
+
+    Refuses a model without any, and one whose attention forward another tool has replaced.
+    """
+    layers = own_layers(model, family)
+    if not layers:
+        raise no_attention_error(model, family.attention)
+    for name, layer in layers.items():
+        replaced = "forward" in vars(layer) and getattr(layer, "_hf_hook", None) is None
+        if replaced or not type(layer).forward.__module__.startswith("transformers."):
+            raise ValueError(
+                f"{name}: another tool has replaced the forward of {family.attention}, and patching would replace it "
+                "again. Load the model afresh and patch it first"
+            )
+    return layers
+
+
 def install(model: nn.Module, family: Family, scheme: Scheme) -> None:
     """Patch every attention module of `model` in place, with fresh norms, unless it is patched already.
 

@@ -20,7 +20,7 @@ from hf_qknorm.model.adapters import check_held
 from hf_qknorm.model.attention import head_norms, norm_copies, patched_layers, require_patched
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.rollback import undone_on_error
-from hf_qknorm.ops.norms import NORMS, OPENED
+from hf_qknorm.norms import NORMS, OPENED
 
 NO_NORM: Final = 2.0**OPENED  # from this knee on, a norm differs from a constant factor by less than a rounding in fp32
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 
-from hf_qknorm.ops.norms import NORMS, PLAIN, Shape, shown_knee
+from hf_qknorm.norms import NORMS, PLAIN, Shape, shown_knee
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Norm
 from hf_qknorm.scheme import Scheme

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 from hf_qknorm.ops.types import Heads, Norm, Options, Rotary, Visible
 
 

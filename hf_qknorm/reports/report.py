@@ -14,7 +14,7 @@ from hf_qknorm.files.atomic_io import replace_text
 from hf_qknorm.files.formatting import format_fixed
 from hf_qknorm.files.paths import check_repo_id, user_path
 from hf_qknorm.files.untrusted import read_bytes
-from hf_qknorm.ops.norms import shown_knee
+from hf_qknorm.norms import shown_knee
 from hf_qknorm.reports import records, tables
 from hf_qknorm.reports.records import Count, LayerReport, Name, Prediction
 from hf_qknorm.scheme import Scheme

@@ -24,8 +24,8 @@ from hf_qknorm.files.untrusted import check_positive
 from hf_qknorm.measure.distributed import reshard
 from hf_qknorm.measure.head_weights import changeable_head_weights, normed_sides, parameter_factors
 from hf_qknorm.measure.logits import call_to_measure
-from hf_qknorm.measure.passes import PassFilter, sees
 from hf_qknorm.model.attention import QKNormAttention, require_patched
+from hf_qknorm.model.passes import PassFilter, sees
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.ops import tiled
 from hf_qknorm.ops.types import Call, Heads

@@ -16,7 +16,7 @@ from transformers.trainer_callback import ExportableState
 
 from hf_qknorm.files.log import logger
 from hf_qknorm.model.knees import NO_NORM, check_norms, knee_of, set_knee
-from hf_qknorm.ops.norms import shown_knee
+from hf_qknorm.norms import shown_knee
 
 LEVELS: Final = 32  # steps of a schedule: a change must be large beside the training between two of them
 

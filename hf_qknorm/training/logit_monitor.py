@@ -17,9 +17,9 @@ from hf_qknorm.files.paths import check_writable, user_path
 from hf_qknorm.files.untrusted import check_count
 from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.logit_statistics import watched_layers
-from hf_qknorm.measure.passes import PassFilter
 from hf_qknorm.measure.predictions import layer_statistics
-from hf_qknorm.training.logit_log import LogitSample, nan_as_inf, read_log
+from hf_qknorm.model.passes import PassFilter
+from hf_qknorm.reports.logit_log import LogitSample, nan_as_inf, read_log
 
 if TYPE_CHECKING:
     from transformers import Trainer  # slow to import

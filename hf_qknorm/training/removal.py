@@ -29,7 +29,7 @@ from hf_qknorm.model.knees import knee_of, set_knee
 from hf_qknorm.model.norms import HeadNorm
 from hf_qknorm.model.rollback import undone_on_error
 from hf_qknorm.model.towers import towers_of
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 from hf_qknorm.patch import patch_model, unpatch_model
 from hf_qknorm.scheme import Scheme
 

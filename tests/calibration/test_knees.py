@@ -10,7 +10,7 @@ from hf_qknorm import Scheme, calibrate, patch_model
 from hf_qknorm.calibration.gains import ClosedFormGains, named_norms
 from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS, cost
 from hf_qknorm.model.knees import knee_of, sharpness_of
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 from qknorm_tests.tables import norm_inputs
 from qknorm_tests.tables import random_tokens as tokens
 from qknorm_tests.tiny import tiny_model

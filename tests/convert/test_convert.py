@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_qknorm import SCHEMES, Calibration, Scheme, calibrate, checkpoint, convert_checkpoint, patch_model
 from hf_qknorm.files.names import CARD, CODE_FILE, KEPT_CARD, PLOT, REPORT
 from hf_qknorm.model.placement import is_offloaded
-from hf_qknorm.ops.norms import NORMS, NormKind
+from hf_qknorm.norms import NORMS, NormKind
 from hf_qknorm.small_model import byte_tokenizer
 from qknorm_tests.covering import covering
 from qknorm_tests.folders import contents, loaded, save, save_with_tokenizer

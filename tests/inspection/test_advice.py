@@ -6,7 +6,7 @@ import pytest
 
 from hf_qknorm import SCHEMES, Scheme
 from hf_qknorm.inspection.advice import advise, cap_loss, knee_scheme, wide_cap
-from hf_qknorm.inspection.report import Inspection, scheme_name
+from hf_qknorm.reports.inspection import Inspection, scheme_name
 from hf_qknorm.reports.records import LayerStatistics, Prediction
 
 CHEAP, DEAR = Prediction(1.4, 0.001, 0.99), Prediction(1.9, 0.4, 0.7)

@@ -10,10 +10,10 @@ from hf_qknorm import SCHEMES, Scheme, calibrate, inspect_model, logit_statistic
 from hf_qknorm.calibration.knees import KNEES, LIMIT, SHARPNESS
 from hf_qknorm.families import FAMILIES
 from hf_qknorm.inspection.inspect import SWEPT, inspect_checkpoint
-from hf_qknorm.inspection.report import Inspection
 from hf_qknorm.measure.bounds import norm_limits
 from hf_qknorm.measure.predictions import predictions
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.reports.inspection import Inspection
 from qknorm_tests.folders import configure, save_with_tokenizer
 from qknorm_tests.tables import fingerprint, randomise, sharp_model
 from qknorm_tests.tables import random_tokens as tokens

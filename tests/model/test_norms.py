@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import prune
 
 from hf_qknorm.model.norms import HeadNorm, initial_scalar_gain
-from hf_qknorm.ops.norms import NORMS, Shape, shown_knee
+from hf_qknorm.norms import NORMS, Shape, shown_knee
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.scheme import CHANNEL_GAINS, GAINS, SCHEMES, Scheme
 from qknorm_tests.covering import covering

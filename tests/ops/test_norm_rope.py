@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from hf_qknorm.norms import NORMS, NormKind
 from hf_qknorm.ops import library
 from hf_qknorm.ops.cpu import norm_rope as cpp
-from hf_qknorm.ops.norms import NORMS, NormKind
 from hf_qknorm.ops.reference import head_norm
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 from hf_qknorm.scheme import Scheme

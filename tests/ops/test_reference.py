@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.models.glm.modeling_glm import apply_rotary_pos_emb as interleaved
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as halves
 
-from hf_qknorm.ops.norms import NORMS, PLAIN
+from hf_qknorm.norms import NORMS, PLAIN
 from hf_qknorm.ops.reference import head_norm, norm_rope, norm_rope_one
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 from qknorm_tests.covering import covering

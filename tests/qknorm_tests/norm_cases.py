@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from hf_qknorm.norms import NORMS
 from hf_qknorm.ops import reference
-from hf_qknorm.ops.norms import NORMS
 from hf_qknorm.ops.types import Heads, Norm, Rotary
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

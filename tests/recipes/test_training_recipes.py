@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 
 import hf_qknorm as qk
 from hf_qknorm.model.attention import patched_layers
+from hf_qknorm.reports.logit_log import LogitSample, read_log
 from hf_qknorm.small_model import byte_tokenizer
-from hf_qknorm.training.logit_log import LogitSample, read_log
 from qknorm_tests.folders import save_with_tokenizer
 from qknorm_tests.tiny import tiny_model
 

@@ -12,7 +12,7 @@ from transformers.integrations import TensorBoardCallback
 
 from hf_qknorm import LogitMonitor, QuacK, logit_statistics, patch_model
 from hf_qknorm.model.attention import patched_layers
-from hf_qknorm.training.logit_log import LogitSample, read_log
+from hf_qknorm.reports.logit_log import LogitSample, read_log
 from qknorm_tests.short_runs import trainer
 from qknorm_tests.slow import slow_but
 from qknorm_tests.tables import assert_identical, fingerprint, hooks, make_batch, randomise, sharp_model

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_qknorm.ops.norms import NORMS
+from hf_qknorm.norms import NORMS
 from hf_qknorm.ops.types import Norm, Rotary
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from hf_qknorm import LogitMonitor
+from hf_qknorm.reports import logit_log
+from hf_qknorm.reports.logit_log import LogitSample, read_log
 from hf_qknorm.reports.records import LayerStatistics
-from hf_qknorm.training import logit_log
-from hf_qknorm.training.logit_log import LogitSample, read_log
 
 
 def sample(step: int, *, layers: int = 2, heads: int = 3, size: float = 1.0) -> LogitSample:
