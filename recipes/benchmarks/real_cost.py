@@ -26,15 +26,15 @@ from page import provenance, publish, table
 from timing import Times, beside_others, by_turns, cell, in_process, peak_of, ratio_cell
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_qknorm import calibrate, patch_model
-from hf_qknorm.cli import main as command
+from hf_qknorm import calibrate, convert_checkpoint, patch_model
+from hf_qknorm.inspection.inspect import inspect_checkpoint
 from hf_qknorm.measure.text import load_text, tokenize
 from hf_qknorm.model.attention import every_norm
 from hf_qknorm.small_model import mean_loss
 
 PLAIN, SCHEMES = "unpatched", ("qk_norm", "qk_norm_cap")
 SIZES = {"quick": ({16: 2}, 512), "full": ({512: 10, 4096: 4}, 16_384)}  # turns by length; tokens of a job
-JOBS = ("load", "pass", "`calibrate`", "`hf-qknorm inspect`", "`hf-qknorm convert`")
+JOBS = ("load", "pass", "`calibrate`", "`inspect_checkpoint`", "`convert_checkpoint`")
 
 
 def load(checkpoint: str, name: str = PLAIN) -> Any:
@@ -59,15 +59,13 @@ def calibrated(checkpoint: str, text: str, tokens: int) -> None:
 def job(name: str, checkpoint: str, text: str, tokens: int) -> tuple[float, int]:
     """The seconds of a job in a process of its own, and its largest resident size in MiB."""
     with TemporaryDirectory() as folder:
-        texts, more = [checkpoint, "--data", text], ["--max-tokens", str(tokens)]
+        data: dict[str, Any] = {"data": text, "max_tokens": tokens}
         run = {
             "load": partial(load, checkpoint),
             "pass": partial(one_pass, checkpoint, text, tokens),
             "`calibrate`": partial(calibrated, checkpoint, text, tokens),
-            "`hf-qknorm inspect`": partial(command, ["inspect", *texts, "--out", folder, *more]),
-            "`hf-qknorm convert`": partial(
-                command, ["convert", checkpoint, f"{folder}/converted", "--data", text, *more]
-            ),
+            "`inspect_checkpoint`": partial(inspect_checkpoint, checkpoint, **data),
+            "`convert_checkpoint`": partial(convert_checkpoint, checkpoint, f"{folder}/converted", **data),
         }[name]
         start = time.perf_counter()
         peak = in_process(partial(peak_of, run))

@@ -34,7 +34,7 @@ def test_the_page_has_every_way_and_an_interrupted_run_continues(checkpoint, tex
 
 @pytest.mark.slow
 def test_the_page_of_costs_has_the_jobs_and_every_model(checkpoint, text, tmp_path, monkeypatch):
-    monkeypatch.setattr(real_cost, "JOBS", ("load", "pass", "`hf-qknorm convert`"))  # a process each
+    monkeypatch.setattr(real_cost, "JOBS", ("load", "pass", "`convert_checkpoint`"))  # a process each
     command = ["--model", checkpoint, "--text", text, "--size", "quick", "--out", str(tmp_path / "found")]
     page = real_cost.main(command)
     assert (tmp_path / "found.md").read_text() == page
