@@ -34,7 +34,7 @@ Patched = Annotated[str, Argument(metavar="CKPT", help="A folder with a patched 
 Folder = Annotated[str, Argument(metavar="DST", help="A new folder.")]
 SchemeOption = Annotated[Any, Option(parser=parse_scheme, metavar="SCHEME", help="A preset, or JSON of its fields.")]
 Data = Annotated[str | None, Option(metavar="TEXT", help="Text: a file or a folder.")]
-SomeData = Annotated[str | None, Option(metavar="TEXT", help="Text: a file or a folder, by default Python's library.")]
+DataOrLibrary = Annotated[str | None, Option(metavar="TEXT", help="A file or a folder; else Python's library.")]
 MaxTokens = Annotated[int, Option(min=1, metavar="N", help="The most tokens of the text to use.")]
 Length = Annotated[int | None, Option(min=1, metavar="N", help="Sequence length: 256, or half of learned positions.")]
 Increase = Annotated[float | None, Option(metavar="NATS", help="Write nothing if the loss rises by more.")]
@@ -69,7 +69,7 @@ def _options(version: Version = False) -> None: ...
 
 @command()
 def demo(
-    data: SomeData = None,
+    data: DataOrLibrary = None,
     checkpoint: Annotated[str | None, Option(metavar="CKPT", help="Start from this instead of a small Llama.")] = None,
     scheme: SchemeOption = "qk_norm_cap",
     base_steps: Annotated[int, Option(min=1, metavar="N", help="Steps of training for the small Llama.")] = 80,
@@ -91,11 +91,11 @@ def demo(
 @command()
 def inspect(
     checkpoint: Checkpoint,
-    data: SomeData = None,
+    data: DataOrLibrary = None,
     max_tokens: MaxTokens = 16_384,
     length: Length = None,
     cap: Annotated[
-        float | None, Option(min=1e-6, max=1e6, metavar="N", help="The limit of calm logits, by default its cap or 50.")
+        float | None, Option(min=1e-6, max=1e6, metavar="N", help="Compared with logits; by default its cap or 50.")
     ] = None,
     out: Out = "./qknorm-inspect",
 ) -> None:

@@ -57,9 +57,7 @@ def make_call(
     """
     for name, (purpose, instead) in UNSUPPORTED.items():
         if others.get(name) is not None:
-            raise ValueError(
-                f"hf_qknorm attention does not support the argument {name!r} of {purpose}: {instead} before"
-            )
+            raise ValueError(f"hf_qknorm does not support the argument {name!r} of {purpose}: {instead} before")
     if not heads.q.dtype == heads.k.dtype == heads.v.dtype:
         heads = _in_one_dtype(heads)
     q, k, v, *_ = heads

@@ -118,7 +118,8 @@ class NormSums:
         sharp = knee > 0 and self.sharpness > 1
         sums = self.at(0.0 if sharp else knee)
         if len(shape) == 1:
-            sums = [x.sum((0,) if shape[0] == sums[0].shape[1] else (0, 1), keepdim=True) for x in sums]
+            axes = (0,) if shape[0] == sums[0].shape[1] else (0, 1)
+            sums = [x.sum(axes, keepdim=True) for x in sums]
         nn, nx, n, x, count = sums
         if sharp:  # the bias is the mean that the norm takes off
             centred = bias and NORMS[self.norm.norm].centred

@@ -10,6 +10,7 @@ from typing import Any
 from hf_qknorm.files.log import logger
 from hf_qknorm.files.names import CONFIG
 from hf_qknorm.files.untrusted import read_json
+from hf_qknorm.model.in_memory import InMemoryName
 from hf_qknorm.scheme import Scheme, in_words
 
 
@@ -51,7 +52,8 @@ def _stored(model: Any, checkpoint: Path) -> str | None:
     """The schemes of a checkpoint, or of its adapter's base model, in words; None where they are not known."""
     if not (checkpoint / CONFIG).exists() and (adapter := checkpoint / "adapter_config.json").exists():
         base = str(read_json(adapter).get("base_model_name_or_path") or checkpoint)
-        if base == model.name_or_path and hasattr(model, "qk_norm_base_marked"):  # patched by this run
+        name = model.name_or_path  # a plain one is that of the folder where the patched model was saved
+        if isinstance(name, InMemoryName) and base == name and hasattr(model, "qk_norm_base_marked"):
             return in_words(())
         if found := re.search(r" \(changed in memory, (.+), not saved: ", base):  # as an `InMemoryName` is stored
             return found[1]

@@ -81,10 +81,9 @@ HOOKS: Final = (
          reason="transformers' model classes refuse a patched checkpoint, and check the norms of patched towers"),
     Hook("transformers.modeling_utils", "PreTrainedModel.save_pretrained",
          unpatched_classes.check_saved, "transformers>=5.17",
-         reason="a model whose layers have another scheme than its config is not saved, as the whole of a part that "
-         "was patched by itself"),
+         reason="a model is not saved if its layers have another scheme than its config, as where a part is patched"),
     Hook("peft.peft_model", "PeftModel.save_pretrained", unpatched_classes.check_saved, "peft>=0.18",
-         reason="nor is an adapter of such a model, whose base would load without the scheme"),
+         reason="an adapter of such a model is not saved: its base would load without the scheme"),
     Hook("transformers.modeling_layers", "MtpModel.__init__", mtp.build_layers, "transformers>=5.17", needed=True,
          reason="layers of multi-token prediction have the model's own norms, and not a scheme's"),
     Hook("transformers.trainer", "Trainer.train", resumed_runs.check_resumed, "transformers>=5.17",

@@ -88,7 +88,8 @@ def no_attention_error(model: Any, attention: str) -> ValueError:
 
 def describe_error(error: Exception) -> str:
     """Return an error in one line: the first of its message, or a validator's last, which names the cause."""
-    line = (str(error).strip().splitlines() or [""])[-1 if isinstance(error, StrictDataclassError) else 0]
+    lines = str(error).strip().splitlines() or [""]
+    line = lines[-1 if isinstance(error, StrictDataclassError) else 0]
     return f"{type(error).__name__}: {line.strip()[:400]}"
 
 

@@ -72,7 +72,7 @@ def test_a_schedule_that_had_not_ended_is_missed(share, kept, words, tmp_path, c
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing:FutureWarning")  # peft uses the old name
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("saved", ["", "loaded", "named"])
 @pytest.mark.parametrize(
     ("before", "after", "stored", "own"),
     [
@@ -83,7 +83,7 @@ def test_a_schedule_that_had_not_ended_is_missed(share, kept, words, tmp_path, c
     ],
 )
 def test_another_scheme_below_an_adapter_is_refused(before, after, stored, own, saved, tmp_path):
-    """The base model of an adapter is patched in memory, or loaded from the folder of a patched model."""
+    """The base model of an adapter is patched in memory, loaded from the folder of a patched model, or named by it."""
     tiny_model("llama").save_pretrained(tmp_path / "base")
     for scheme, resume in ((before, None), (after, str(tmp_path / "checkpoint-1"))):
         model = LlamaForCausalLM.from_pretrained(tmp_path / "base")
@@ -91,7 +91,9 @@ def test_another_scheme_below_an_adapter_is_refused(before, after, stored, own, 
             patch_model(model, scheme)
             if saved:
                 model.save_pretrained(tmp_path / "patched" / scheme.q)
-                model = AutoModelForCausalLM.from_pretrained(tmp_path / "patched" / scheme.q)
+                model.name_or_path = str(tmp_path / "patched" / scheme.q)
+            if saved == "loaded":
+                model = AutoModelForCausalLM.from_pretrained(model.name_or_path)
         made = trainer(get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2)), tmp_path, **SETTINGS)
         message = f"checkpoint-1 was trained with {stored}.*, and the model .* has {own}"
         with pytest.raises(ValueError, match=message) if resume and own else nullcontext():
